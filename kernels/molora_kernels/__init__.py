@@ -1,0 +1,1 @@
+"""Per-token dispatch of LoRA adapters: the ops, each with its plain torch twin."""

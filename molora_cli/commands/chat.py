@@ -1,0 +1,15 @@
+"""`molora chat`."""
+
+from __future__ import annotations
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("chat")(command)
+
+
+def command() -> None:
+    """Placeholder while the house is being built."""
+    raise NotImplementedError

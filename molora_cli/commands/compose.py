@@ -1,0 +1,15 @@
+"""`molora compose`."""
+
+from __future__ import annotations
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("compose")(command)
+
+
+def command() -> None:
+    """Placeholder while the house is being built."""
+    raise NotImplementedError

@@ -1,0 +1,56 @@
+"""An adapter as it is known from its headers: no tensor is read to build one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModuleLora:
+    """One module's part of an adapter.
+
+    module: path in the base, say "model.layers.0.self_attn.q_proj"; rank r; alpha; scale = alpha / r, or
+    alpha / sqrt(r) with rsLoRA, resolved per module. kind: "linear", "conv1d" or "embedding".
+    keys: the file's tensor names for A (r, in), B (out, r) and, where present, "bias" (out,), "magnitude" (out,).
+    """
+
+    module: str
+    rank: int
+    alpha: float
+    scale: float
+    in_features: int
+    out_features: int
+    dtype: str
+    keys: dict[str, str]
+    kind: str = "linear"
+
+    @property
+    def parameters(self) -> int:
+        return self.rank * (self.in_features + self.out_features)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter folder after its checks. `modules` is keyed by module path; `notes` are for the user."""
+
+    name: str
+    path: Path
+    weights: Path
+    source: str
+    config: dict[str, Any]
+    modules: dict[str, ModuleLora]
+    revision: str | None = None
+    base_hint: str | None = None
+    licence: str | None = None
+    sha256: str = ""
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({m.rank for m in self.modules.values()})
+
+    @property
+    def parameters(self) -> int:
+        return sum(m.parameters for m in self.modules.values())

@@ -1,0 +1,103 @@
+"""What a kind of router is, and the one table of kinds.
+
+A bundle's router is an ordered list of stages (rules first, the gate last). Each stage is built from its spec
+(the JSON header of router.safetensors, see `spec`) and its tensors by the class registered for its kind; the
+reader knows no kind by itself. A stage that decides from token ids alone implements `IdStage`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from molora_cli.errors import InputError
+
+if TYPE_CHECKING:
+    from molora_cli.core.router.spec import StageSpec
+
+BASE_EXPERT = "__base__"
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a stage says of a block of tokens.
+
+    logp: (B, T, G, E) float64 log-probabilities over the stage's experts, G its layer groups.
+    decided: (B, T) bool, None = every token; a token that no stage decided takes the base.
+    """
+
+    logp: Tensor
+    decided: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a stage may read of the model around it when it is built: never a file of its own choosing.
+
+    embedding: (V, d) input embedding of the base, or None where no base is at hand. n_layers: of the base.
+    device: where its tensors are to live.
+    """
+
+    n_layers: int
+    embedding: Tensor | None = None
+    device: Any = "cpu"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class IdStage(ABC):
+    """A stage that reads token ids only: its route is known before the forward and needs no base.
+
+    Arithmetic is float64, so that a full, a chunked and a cached run agree on every route.
+    """
+
+    kind: ClassVar[str]
+    needs_embedding: ClassVar[bool] = False
+
+    def __init__(self, spec: StageSpec, tensors: Mapping[str, Tensor], around: Surroundings) -> None:
+        self.spec = spec
+        self.around = around
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        return tuple(self.spec.experts)
+
+    @property
+    def groups(self) -> int:
+        return max(1, len(self.spec.groups))
+
+    def start(self, batch: int) -> State:
+        """State before the first token: tensors whose first dimension is the batch."""
+        return {}
+
+    @abstractmethod
+    def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
+        """Scores of the next block of tokens and the state after it.
+
+        ids (B, T) int64; mask (B, T) bool, False = padding: such tokens never enter the state and their scores
+        are ignored. Pure: `state` is not changed in place, so that a beam can be copied and a cache cropped.
+        """
+
+
+_KINDS: dict[str, type[IdStage]] = {}
+T = TypeVar("T", bound=type[IdStage])
+
+
+def register_kind(cls: T) -> T:
+    """Class decorator: makes `cls.kind` loadable from a router file."""
+    _KINDS[cls.kind] = cls
+    return cls
+
+
+def kind_class(kind: str) -> type[IdStage]:
+    """The class of a kind. Raises InputError for a kind this molora does not know."""
+    if kind not in _KINDS:
+        raise InputError(
+            f"this molora does not know the router kind '{kind}' (it knows {', '.join(sorted(_KINDS))})",
+            "use the molora that wrote the bundle, or attach another router: molora attach-router BUNDLE --kind ...",
+        )
+    return _KINDS[kind]

@@ -1,0 +1,102 @@
+"""The one sink for what a command says: results to stdout, everything else to stderr.
+
+Modes: human (rich), json (one document on stdout) and quiet (result only). Commands never print on their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from molora_cli.errors import MoloraError
+from molora_cli.text import printable
+
+SCHEMA_VERSION = 1
+
+
+class Ticker(Protocol):
+    """What long work calls as it goes; core code takes one and knows nothing of terminals."""
+
+    def __call__(self, done: float, total: float | None = None, note: str = "") -> None: ...
+
+
+def no_ticks(done: float, total: float | None = None, note: str = "") -> None:
+    """The ticker of work that nobody watches."""
+
+
+def _width() -> int | None:
+    """None lets rich ask the terminal; COLUMNS=0 or nonsense falls back to 80."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns and not (columns.isdigit() and int(columns) > 0):
+        return 80
+    return None
+
+
+@dataclass
+class Out:
+    json_mode: bool = False
+    quiet: bool = False
+    stdout: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=False, width=_width()))
+    stderr: Console = field(default_factory=lambda: Console(stderr=True, highlight=False, width=_width()))
+
+    # -- results ------------------------------------------------------------
+    def result(self, document: dict[str, Any], human: Callable[[Console], None] | None = None) -> None:
+        """The command's result: `document` as one JSON document, or `human(console)` for people."""
+        if self.json_mode:
+            body = {"schema_version": SCHEMA_VERSION, **document}
+            sys.stdout.write(json.dumps(body, ensure_ascii=True, allow_nan=False, default=str) + "\n")
+            sys.stdout.flush()
+        elif human is not None:
+            human(self.stdout)
+
+    def line(self, record: dict[str, Any]) -> None:
+        """One record of a JSON Lines result."""
+        sys.stdout.write(json.dumps(record, ensure_ascii=True, allow_nan=False, default=str) + "\n")
+        sys.stdout.flush()
+
+    # -- notes --------------------------------------------------------------
+    def note(self, message: str) -> None:
+        if not self.quiet:
+            self.stderr.print(Text(printable(message, keep="\n")), style="dim")
+
+    def warn(self, message: str) -> None:
+        self.stderr.print(Text("warning: ", style="yellow").append(printable(message, keep="\n"), style="default"))
+
+    def error(self, error: MoloraError) -> None:
+        text = Text("error: ", style="bold red").append(printable(error.message, keep="\n"), style="default")
+        if error.remedy:
+            text.append("\nremedy: ", style="green").append(printable(error.remedy, keep="\n"), style="default")
+        self.stderr.print(text, soft_wrap=True)
+
+    # -- progress -----------------------------------------------------------
+    @contextlib.contextmanager
+    def progress(self, title: str) -> Iterator[Ticker]:
+        """A bar with an estimate on a terminal; nothing where there is none."""
+        if self.quiet or not self.stderr.is_terminal or threading.current_thread() is not threading.main_thread():
+            yield no_ticks
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=self.stderr, transient=True) as bar:
+            task = bar.add_task(title, total=None, note="")
+
+            def tick(done: float, total: float | None = None, note: str = "") -> None:
+                bar.update(task, completed=done, total=total, note=printable(note))
+
+            yield tick

@@ -1,0 +1,1 @@
+"""Recipes: YAML files that the command line runs; each opens with its command."""
