@@ -1,0 +1,112 @@
+"""Fixtures: folders of known cases and data where they are at hand, and tiny models made on the spot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _folder(variable: str) -> Path:
+    value = os.environ.get(variable)
+    if not value:
+        pytest.skip(f"{variable} is not set")
+    path = Path(value)
+    assert path.is_dir(), f"{variable}={value} is not a folder"
+    return path
+
+
+@pytest.fixture(scope="session")
+def cases() -> Path:
+    """Inputs with known answers; skipped without $MOLORA_CASES."""
+    return _folder("MOLORA_CASES")
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """Train, val and test rows of four domains; skipped without $MOLORA_DATA."""
+    return _folder("MOLORA_DATA")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's own state, or asks a hub."""
+    monkeypatch.setenv("MOLORA_HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TERM", os.environ.get("TERM", "xterm"))
+
+
+def write_tokenizer(folder: Path, vocab_size: int = 320) -> None:
+    """A byte-level tokenizer with no merges: 64 special or spare ids, then 256 bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<unk>"]
+    words = special + [f"<spare{i}>" for i in range(64 - len(special))] + alphabet
+    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(s, special=True) for s in special])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved Llama with 4 layers, hidden 64, vocabulary 320, context 256, fp32, tokenizer and chat template."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("bases") / "tiny-llama"
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=320,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_adapter(base_folder, name, seed=0, **LoraConfig arguments) -> folder of a random PEFT adapter, B not zero."""
+
+    def make(base: Path, name: str, seed: int = 0, **options: object) -> Path:
+        import torch
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **options}
+        peft_model = get_peft_model(model, LoraConfig(**settings))
+        for key, parameter in peft_model.named_parameters():
+            if "lora_B" in key or "lora_embedding_B" in key or "lora_embedding_A" in key:
+                torch.nn.init.normal_(parameter, std=0.1)
+        folder = tmp_path_factory.mktemp("adapters") / name
+        peft_model.save_pretrained(folder)
+        return folder
+
+    return make
