@@ -1,0 +1,233 @@
+"""The modules of a base model as its files tell them: config.json and tensor headers, no torch, no tensor read."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from molora_cli.errors import InputError
+from molora_cli.text import shorten
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# model families whose projections are Conv1D, stored (in, out)
+_CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt"})
+_CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
+_EMBEDDINGS = frozenset(
+    {
+        "embed_tokens",
+        "wte",
+        "wpe",
+        "word_embeddings",
+        "embed_in",
+        "embed_positions",
+        "tok_embeddings",
+        "tokens_embed",
+    }
+)
+_HEADS = ("lm_head", "embed_out", "score")
+# where the decoder sits below the causal LM; every other family says "model"
+_PREFIXES = {
+    "gpt2": "transformer",
+    "gptj": "transformer",
+    "gpt_neo": "transformer",
+    "gpt_bigcode": "transformer",
+    "codegen": "transformer",
+    "falcon": "transformer",
+    "bloom": "transformer",
+    "mpt": "transformer",
+    "openai-gpt": "transformer",
+    "gpt_neox": "gpt_neox",
+}
+# experts are three-dimensional parameters in transformers 5, not modules, whatever their files look like
+_NOT_MODULES = re.compile(r"(\.experts\.|\.block_sparse_moe\.|rotary_emb\.)")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|\Z)")
+
+
+@dataclass(frozen=True)
+class ModuleShape:
+    """kind: "linear" (weight stored (out, in)), "conv1d" (weight stored (in, out)) or "embedding" (weight (V, d):
+    in_features is V, out_features d)."""
+
+    kind: str
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class BaseModules(Mapping[str, ModuleShape]):
+    """Module path ("model.layers.0.self_attn.q_proj") -> ModuleShape, plus what config.json says.
+
+    tied: the head has no tensor of its own. head, embedding: module paths, None where the files show none.
+    """
+
+    modules: dict[str, ModuleShape]
+    n_layers: int
+    model_type: str
+    config: dict[str, Any]
+    path: Path
+    tied: bool = False
+    head: str | None = None
+    embedding: str | None = None
+    tensors: dict[str, str] = field(default_factory=dict)  # module path -> tensor name in the files
+
+    def __getitem__(self, module: str) -> ModuleShape:
+        return self.modules[module]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.modules)
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def layer_of(self, module: str) -> int | None:
+        """The layer index in a module path; None for the embedding and the head."""
+        match = _LAYER.search(module)
+        return int(match.group(1)) if match else None
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language part of a config: multimodal configs nest it."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, dict) else config
+
+
+def config_number(config: dict[str, Any], *names: str) -> int | None:
+    """The first of `names` that the config holds as a whole number."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def read_config(base_path: Path) -> dict[str, Any]:
+    """config.json as a dict. Raises InputError where it is missing or damaged."""
+    file = base_path / "config.json"
+    if not file.is_file():
+        have = ", ".join(sorted(p.name for p in base_path.iterdir())[:6]) if base_path.is_dir() else "nothing"
+        raise InputError(
+            f"{base_path} is not a base model: config.json is missing (there: {shorten(have or 'nothing')})",
+            "--base takes the folder of a transformers model",
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{file} cannot be read as JSON: {shorten(str(error))}", "download the base again"
+        ) from error
+    if not isinstance(config, dict):
+        raise InputError(f"{file} must hold a JSON object", "download the base again")
+    return config
+
+
+def weight_files(base_path: Path) -> list[Path]:
+    """The safetensors files of a base, in order. Raises InputError where there are none or one is missing."""
+    index = base_path / INDEX
+    if (base_path / WEIGHTS).is_file():
+        return [base_path / WEIGHTS]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise InputError(f"{index} is damaged: no weight_map", "download the base again") from error
+        files = [base_path / Path(str(name)).name for name in names]
+        missing = [f.name for f in files if not f.is_file()]
+        if missing:
+            raise InputError(
+                f"{base_path} is incomplete: {missing[0]} is missing ({len(missing)} of {len(files)} files)",
+                "download the base again",
+            )
+        return files
+    other = next(
+        (n for n in ("pytorch_model.bin", "pytorch_model.bin.index.json") if (base_path / n).exists()), None
+    )
+    if other:
+        raise InputError(
+            f"{base_path} holds its weights as {other} (pickle); molora reads safetensors bases",
+            "save it again with save_pretrained, which writes model.safetensors",
+        )
+    raise InputError(f"{base_path} has no {WEIGHTS}", "--base takes the folder of a transformers model")
+
+
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+    with file.open("rb") as handle:
+        start = handle.read(8)
+        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= size <= min(100 << 20, file.stat().st_size - 8):
+            raise InputError(f"{file} is not a safetensors file (damaged header)", "download the base again")
+        try:
+            header = json.loads(handle.read(size))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{file} has a damaged header", "download the base again") from error
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def read_tensor_shapes(base_path: Path) -> dict[str, tuple[tuple[int, ...], str, Path]]:
+    """Tensor name -> (shape, dtype, file), from the headers alone."""
+    found: dict[str, tuple[tuple[int, ...], str, Path]] = {}
+    for file in weight_files(base_path):
+        for name, entry in _header(file).items():
+            found[name] = (tuple(int(n) for n in entry["shape"]), str(entry["dtype"]), file)
+    return found
+
+
+def _kind(module: str, model_type: str) -> str:
+    last = module.rpartition(".")[2]
+    if last in _EMBEDDINGS:
+        return "embedding"
+    return "conv1d" if model_type in _CONV1D_TYPES and last in _CONV1D_NAMES else "linear"
+
+
+def read_structure(base_path: Path) -> BaseModules:
+    """The modules of the base in `base_path` (a folder with config.json and safetensors).
+
+    Names are those of transformers' causal LM, also where the file was saved from the bare decoder. A tied head,
+    which has no tensor, appears as a linear module of the embedding's shape.
+    Raises InputError where config.json or the weights are missing or damaged.
+    """
+    config = read_config(base_path)
+    text = text_config(config)
+    model_type = str(text.get("model_type") or config.get("model_type") or "")
+    prefix = _PREFIXES.get(model_type, "model") + "."
+    shapes = {
+        name.removesuffix(".weight"): (name, shape)
+        for name, (shape, _, _) in read_tensor_shapes(base_path).items()
+        if name.endswith(".weight") and len(shape) == 2 and not _NOT_MODULES.search("." + name)
+    }
+    bare = not any(prefix in f"{module}." for module in shapes)
+    modules: dict[str, ModuleShape] = {}
+    tensors: dict[str, str] = {}
+    for stored, (name, shape) in shapes.items():
+        module = prefix + stored if bare and not stored.startswith(_HEADS) else stored
+        kind = _kind(module, model_type)
+        first_is_input = kind in ("conv1d", "embedding")
+        inputs, outputs = shape if first_is_input else shape[::-1]
+        modules[module] = ModuleShape(kind, inputs, outputs)
+        tensors[module] = name
+    embedding = next(
+        (
+            m
+            for m, s in modules.items()
+            if s.kind == "embedding" and not m.endswith(("wpe", "embed_positions"))
+        ),
+        None,
+    )
+    head = next((m for m in modules if m.rpartition(".")[2] in ("lm_head", "embed_out")), None)
+    tied = head is None and embedding is not None
+    if tied and embedding is not None:
+        head = "lm_head"
+        shape_of = modules[embedding]
+        modules[head] = ModuleShape("linear", shape_of.out_features, shape_of.in_features)
+    layers = [n for m in modules if (match := _LAYER.search(m)) for n in [int(match.group(1))]]
+    n_layers = (
+        config_number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        or max(layers, default=-1) + 1
+    )
+    return BaseModules(modules, n_layers, model_type, config, base_path, tied, head, embedding, tensors)
