@@ -1,9 +1,9 @@
 """Colours and letters of adapters in a terminal, the same in every view.
 
 Seven hues of the Okabe-Ito set (Okabe and Ito 2008, "Color Universal Design"), told apart by readers with any
-common colour vision; from the eighth adapter on they come again underlined, then italic, then both. A hue is a
-background with its own foreground, so that it reads the same on dark and on light terminals. Terminals with 16
-colours get named colours, those without colour a letter before the text (`m·word`). The base is plain.
+common colour vision; from the eighth adapter on they come again underlined, then italic, then both. A hue is
+a background with its own foreground, so that it reads the same on dark and on light terminals. Terminals with
+16 colours get named colours, those without colour a letter before the text (`m·word`). The base is plain.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _luminance(colour: tuple[int, int, int]) -> float:
 
 
 def tint(hue: str, strength: float) -> str:
-    """`hue` mixed with light grey: strength 1 is the hue, 0 a third of it; in steps, so that few colours are used."""
+    """`hue` mixed with light grey: strength 1 is the hue, 0 a third of it; in steps, so few colours occur."""
     step = round(min(1.0, max(0.0, strength)) * _LEVELS) / _LEVELS
     weight = (1 + 2 * step) / 3
     mixed = [round(weight * h + (1 - weight) * p) for h, p in zip(rgb(hue), _PAPER, strict=True)]
@@ -116,8 +116,8 @@ class Palette:
     def token(self, text: str, index: int, strength: float = 1.0, previous: int | None = None) -> Text:
         """One token's text, made safe, in its adapter's style.
 
-        Without colours its letter stands before it, after leading spaces, and is left out where `previous`, the
-        adapter of the token before, is the same. Newlines and tabs stay.
+        Without colours its letter stands before it, after leading spaces, and is left out where `previous`,
+        the adapter of the token before, is the same. Newlines and tabs stay.
         """
         shown = printable(text, keep="\n\t")
         if not self.colours and index != previous:
