@@ -7,6 +7,7 @@ reader knows no kind by itself. A stage that decides from token ids alone implem
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,12 +15,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from molora_cli.errors import InputError
+from molora_cli.core.router.spec import BASE_EXPERT
+from molora_cli.errors import InputError, MoloraError
 
 if TYPE_CHECKING:
     from molora_cli.core.router.spec import StageSpec
 
-BASE_EXPERT = "__base__"
+__all__ = [
+    "BASE_EXPERT",
+    "IdStage",
+    "Scores",
+    "State",
+    "Surroundings",
+    "kind_class",
+    "register_kind",
+    "stage_tensor",
+]
+
 State = dict[str, Tensor]
 
 
@@ -27,7 +39,7 @@ State = dict[str, Tensor]
 class Scores:
     """What a stage says of a block of tokens.
 
-    logp: (B, T, G, E) float64 log-probabilities over the stage's experts, G its layer groups.
+    logp: (B, T, G, E) float64 log-probabilities over the stage's experts, G its layer groups; -inf = never.
     decided: (B, T) bool, None = every token; a token that no stage decided takes the base.
     """
 
@@ -52,11 +64,13 @@ class Surroundings:
 class IdStage(ABC):
     """A stage that reads token ids only: its route is known before the forward and needs no base.
 
-    Arithmetic is float64, so that a full, a chunked and a cached run agree on every route.
+    Arithmetic is float64, so that a full, a chunked and a cached run agree on every route. `tunable`: whether k
+    and temperature may be changed at run time; a stage that states gates outright says no.
     """
 
     kind: ClassVar[str]
     needs_embedding: ClassVar[bool] = False
+    tunable: ClassVar[bool] = True
 
     def __init__(self, spec: StageSpec, tensors: Mapping[str, Tensor], around: Surroundings) -> None:
         self.spec = spec
@@ -70,6 +84,11 @@ class IdStage(ABC):
     def groups(self) -> int:
         return max(1, len(self.spec.groups))
 
+    @property
+    def abstains(self) -> bool:
+        """Whether some tokens may be left to the stages after this one."""
+        return False
+
     def start(self, batch: int) -> State:
         """State before the first token: tensors whose first dimension is the batch."""
         return {}
@@ -78,12 +97,21 @@ class IdStage(ABC):
     def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
         """Scores of the next block of tokens and the state after it.
 
-        ids (B, T) int64; mask (B, T) bool, False = padding: such tokens never enter the state and their scores
-        are ignored. Pure: `state` is not changed in place, so that a beam can be copied and a cache cropped.
+        ids (B, T) int64; mask (B, T) bool, False = padding: such tokens never enter the state and their
+        scores are ignored. Pure: `state` is not changed in place, so that a beam can be copied and a cache
+        cropped.
         """
 
 
 _KINDS: dict[str, type[IdStage]] = {}
+# Where the kinds of this molora live; a module registers its kinds when it is imported.
+_HOMES = {
+    "fixed": "molora_cli.core.router.constant",
+    "uniform": "molora_cli.core.router.constant",
+    "vocab": "molora_cli.core.router.vocab",
+    "centroid": "molora_cli.core.router.centroid",
+    "context": "molora_cli.core.router.context",
+}
 T = TypeVar("T", bound=type[IdStage])
 
 
@@ -95,9 +123,33 @@ def register_kind(cls: T) -> T:
 
 def kind_class(kind: str) -> type[IdStage]:
     """The class of a kind. Raises InputError for a kind this molora does not know."""
+    if kind not in _KINDS and kind in _HOMES:
+        importlib.import_module(_HOMES[kind])
     if kind not in _KINDS:
+        known = ", ".join(sorted({*_KINDS, *_HOMES}))
         raise InputError(
-            f"this molora does not know the router kind '{kind}' (it knows {', '.join(sorted(_KINDS))})",
+            f"this molora does not know the router kind '{kind}' (it knows {known})",
             "use the molora that wrote the bundle, or attach another router: molora attach-router BUNDLE --kind ...",
         )
     return _KINDS[kind]
+
+
+def stage_tensor(
+    tensors: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...], kind: str
+) -> Tensor:
+    """The tensor `name` of a stage, its shape checked (None = any size). Raises MoloraError where it differs."""
+    if name not in tensors:
+        raise MoloraError(
+            f"the router file lacks the tensor '{name}' of its {kind} stage",
+            "attach or train the router again",
+        )
+    found = tuple(tensors[name].shape)
+    if len(found) != len(shape) or any(
+        want not in (None, got) for want, got in zip(shape, found, strict=True)
+    ):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise MoloraError(
+            f"the tensor '{name}' of the router's {kind} stage has shape {found}, not ({wanted})",
+            "the router was made for another base or is damaged: attach or train it again",
+        )
+    return tensors[name]
