@@ -1,7 +1,7 @@
 """Documents that change domain on the way: what makes a router learn tokens instead of sequences.
 
 A router trained on documents of one domain each may decide by the first words and stay there. So a share
-of the training rows is put together from two or three rows of different domains: as turns of one conversation,
+of the training rows is put together from two or three rows of different domains: as turns of one chat,
 as several questions in one prompt with an answer in several parts, or as running text. Every character of a
 segment carries its domain, and the words that join segments carry none.
 """
