@@ -64,8 +64,8 @@ class Surroundings:
 class IdStage(ABC):
     """A stage that reads token ids only: its route is known before the forward and needs no base.
 
-    Arithmetic is float64, so that a full, a chunked and a cached run agree on every route. `tunable`: whether k
-    and temperature may be changed at run time; a stage that states gates outright says no.
+    Arithmetic is float64, so that a full, a chunked and a cached run agree on every route. `tunable`: whether
+    k and temperature may be changed at run time; a stage that states gates outright says no.
     """
 
     kind: ClassVar[str]
@@ -129,7 +129,7 @@ def kind_class(kind: str) -> type[IdStage]:
         known = ", ".join(sorted({*_KINDS, *_HOMES}))
         raise InputError(
             f"this molora does not know the router kind '{kind}' (it knows {known})",
-            "use the molora that wrote the bundle, or attach another router: molora attach-router BUNDLE --kind ...",
+            "use the molora that wrote the bundle, or attach another: molora attach-router BUNDLE --kind ...",
         )
     return _KINDS[kind]
 
@@ -137,19 +137,16 @@ def kind_class(kind: str) -> type[IdStage]:
 def stage_tensor(
     tensors: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...], kind: str
 ) -> Tensor:
-    """The tensor `name` of a stage, its shape checked (None = any size). Raises MoloraError where it differs."""
+    """The tensor `name` of a stage with its shape checked (None = any size). Raises MoloraError."""
+    again = "attach or train the router again"
     if name not in tensors:
-        raise MoloraError(
-            f"the router file lacks the tensor '{name}' of its {kind} stage",
-            "attach or train the router again",
-        )
+        raise MoloraError(f"the router file lacks the tensor '{name}' of its {kind} stage", again)
     found = tuple(tensors[name].shape)
-    if len(found) != len(shape) or any(
-        want not in (None, got) for want, got in zip(shape, found, strict=True)
-    ):
+    fits = len(found) == len(shape) and all(want in (None, n) for want, n in zip(shape, found, strict=True))
+    if not fits:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise MoloraError(
             f"the tensor '{name}' of the router's {kind} stage has shape {found}, not ({wanted})",
-            "the router was made for another base or is damaged: attach or train it again",
+            f"the router was made for another base or is damaged: {again}",
         )
     return tensors[name]

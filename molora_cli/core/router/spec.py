@@ -143,8 +143,8 @@ def check_layers(spec: RouterSpec, n_layers: int, where: str = "the router") -> 
     for stage in spec.stages:
         if stage.groups and stage.groups[-1][1] != n_layers:
             raise InputError(
-                f"the layer groups of {where} ({shorten(stage.kind, 40)}) end at layer {stage.groups[-1][1]}, "
-                f"the base has {n_layers} layers",
+                f"the layer groups of {where} ({shorten(stage.kind, 40)}) end at layer "
+                f"{stage.groups[-1][1]}, the base has {n_layers} layers",
                 "use the base that the router was made for, or attach or train another router",
             )
 
@@ -175,5 +175,5 @@ def _names(names: Sequence[str]) -> str:
 def _bad(where: str, why: str) -> NoReturn:
     raise InputError(
         f"{where} is not a router molora can use: {why}",
-        "attach or train the router again: molora attach-router BUNDLE --kind ... or molora train-router BUNDLE ...",
+        "attach or train it again: molora attach-router BUNDLE --kind ..., or molora train-router BUNDLE ...",
     )

@@ -1,0 +1,162 @@
+"""The `context` kind: a small network on the token's embedding and its causal averages.
+
+    x_t = (E[id_t] - centre) / scale            centred, scaled input embedding, (d,)
+    e_t = P x_t + b                             projection, (p,)
+    f_t = [LN(e_t), LN(avg_a(e)_t) for each decay a]    context features, ((1 + D) p,), see `features`
+    z_t = V gelu(U f_t + u) + v                 logits over the experts, (E,)
+
+The route depends on token ids alone: it is known before the forward, serves all layers in one pass and costs
+O(T). Training runs in float32, routing in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from molora_cli.core.router.features import DECAYS, causal_averages, context_features, start_averages
+from molora_cli.core.router.kinds import IdStage, Scores, State, Surroundings, register_kind
+from molora_cli.errors import InputError
+
+if TYPE_CHECKING:
+    from molora_cli.core.router.spec import StageSpec
+
+PROJECTION = 96
+HIDDEN = 128
+_ROWS = 8192  # of the embedding projected at a time
+
+
+class ContextNet(nn.Module):
+    """The trainable part. width d of the embedding, E experts, projection p, hidden units, decays (D,)."""
+
+    def __init__(
+        self,
+        width: int,
+        experts: int,
+        *,
+        projection: int = PROJECTION,
+        hidden: int = HIDDEN,
+        decays: Sequence[float] = DECAYS,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.decays = tuple(decays)
+        self.project = nn.Linear(width, projection)
+        self.inner = nn.Linear(projection * (1 + len(self.decays)), hidden)
+        self.outer = nn.Linear(hidden, experts)
+        self.drop = nn.Dropout(dropout)
+
+    @property
+    def projection(self) -> int:
+        return self.project.out_features
+
+    def features(self, e: Tensor, mask: Tensor | None, state: State) -> tuple[Tensor, State]:
+        """Features (B, T, (1 + D) p) of projected vectors e (B, T, p), and the state after them."""
+        averages, after = causal_averages(e, mask, state, self.decays)
+        return context_features(e, averages), after
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits (..., E) of features (..., (1 + D) p)."""
+        out: Tensor = self.outer(self.drop(nn.functional.gelu(self.inner(features))))
+        return out
+
+
+def normalised(embedding: Tensor, centre: Tensor, scale: float) -> Tensor:
+    """(E - centre) / scale of an embedding (V, d), in float32: what the projection reads."""
+    return (embedding.detach().to(torch.float32) - centre.to(torch.float32)) / scale
+
+
+def project_table(net: ContextNet, embedding: Tensor, centre: Tensor, scale: float) -> Tensor:
+    """Projected embedding table (V, p) in float64, computed once by blocks of rows."""
+    weight = net.project.weight.detach().double()
+    # P (x - centre) / scale + b with the constant part taken out of the loop
+    shift = net.project.bias.detach().double() - weight @ (centre.double() / scale)
+    table = torch.empty(embedding.shape[0], net.projection, dtype=torch.float64, device=embedding.device)
+    for first in range(0, embedding.shape[0], _ROWS):
+        rows = embedding[first : first + _ROWS].detach().double()
+        table[first : first + _ROWS] = rows @ (weight.T / scale) + shift
+    return table
+
+
+@register_kind
+class ContextStage(IdStage):
+    """A trained `context` stage.
+
+    tensors: centre (d,), project.weight (p, d), project.bias (p,), inner.*, outer.*, and the statistics
+    of training (not read here). params: decays, projection, hidden, scale.
+    """
+
+    kind = "context"
+    needs_embedding = True
+
+    def __init__(self, spec: StageSpec, tensors: Mapping[str, Tensor], around: Surroundings) -> None:
+        super().__init__(spec, tensors, around)
+        if around.embedding is None:
+            raise InputError(
+                "a context router reads the base's input embedding, and no base is at hand",
+                "give --base PATH",
+            )
+        params = _params(spec.params)
+        centre = _tensor(tensors, "centre", (around.embedding.shape[1],))
+        self.net = ContextNet(
+            around.embedding.shape[1],
+            len(spec.experts),
+            projection=params["projection"],
+            hidden=params["hidden"],
+            decays=params["decays"],
+        ).double()
+        self.net.load_state_dict(
+            {name: _tensor(tensors, name, tuple(p.shape)) for name, p in self.net.state_dict().items()}
+        )
+        self.net.requires_grad_(False).eval().to(around.device)
+        embedding = around.embedding.to(around.device)
+        self.table = project_table(self.net, embedding, centre.to(around.device), params["scale"])  # (V, p)
+
+    def start(self, batch: int) -> State:
+        return start_averages(batch, self.net.projection, self.net.decays, device=self.table.device)
+
+    @torch.no_grad()
+    def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
+        # ids outside the table (padding of some processors) are masked or refused by the model itself
+        e = self.table[ids.clamp(0, self.table.shape[0] - 1)]  # (B, T, p)
+        features, after = self.net.features(e, mask, state)
+        return Scores(self.net(features).log_softmax(-1).unsqueeze(2)), after
+
+
+def _params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes and decays of the header, checked: a damaged file must not allocate without bound."""
+    try:
+        decays = tuple(float(a) for a in params["decays"])
+        found = {
+            "decays": decays,
+            "projection": int(params["projection"]),
+            "hidden": int(params["hidden"]),
+            "scale": float(params["scale"]),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"the context router's header lacks or garbles a parameter ({error})", _AGAIN
+        ) from error
+    sizes_fit = 0 < found["projection"] <= 4096 and 0 < found["hidden"] <= 16384 and len(decays) <= 32
+    if not sizes_fit or not all(0 < a < 1 for a in decays) or not found["scale"] > 0:
+        raise InputError("the context router's header holds sizes or decays out of range", _AGAIN)
+    return found
+
+
+_AGAIN = "train the router again: molora train-router BUNDLE --data NAME=FILE ... --force"
+
+
+def _tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of the file in float64. Raises InputError where it is missing or has another shape."""
+    if name not in tensors:
+        raise InputError(f"the context router's file has no tensor '{name}'", _AGAIN)
+    found = tensors[name]
+    if tuple(found.shape) != shape:
+        raise InputError(
+            f"the context router's tensor '{name}' is {tuple(found.shape)}, the base needs {shape}",
+            "it was trained for another base: train it again on this one",
+        )
+    return found.to(torch.float64)
