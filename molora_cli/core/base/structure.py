@@ -1,4 +1,4 @@
-"""The modules of a base model as its files tell them: config.json and tensor headers, no torch, no tensor read."""
+"""The modules of a base model, from config.json and tensor headers: no torch, and no tensor is read."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|\Z)")
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """kind: "linear" (weight stored (out, in)), "conv1d" (weight stored (in, out)) or "embedding" (weight (V, d):
-    in_features is V, out_features d)."""
+    """kind: "linear" (weight stored (out, in)), "conv1d" (weight stored (in, out)) or "embedding" (weight
+    stored
+    (V, d): in_features is V, out_features d)."""
 
     kind: str
     in_features: int
@@ -188,8 +189,8 @@ def _kind(module: str, model_type: str) -> str:
 def read_structure(base_path: Path) -> BaseModules:
     """The modules of the base in `base_path` (a folder with config.json and safetensors).
 
-    Names are those of transformers' causal LM, also where the file was saved from the bare decoder. A tied head,
-    which has no tensor, appears as a linear module of the embedding's shape.
+    Names are those of transformers' causal LM, also where the file was saved from the bare decoder. A tied
+    head, which has no tensor, appears as a linear module of the embedding's shape.
     Raises InputError where config.json or the weights are missing or damaged.
     """
     config = read_config(base_path)
