@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from molora_cli.core.router.features import DECAYS, causal_averages, context_features, start_averages
-from molora_cli.core.router.kinds import IdStage, Scores, State, Surroundings, register_kind
+from molora_cli.core.router.kinds import IdStage, Scores, State, Surroundings, register_kind, stage_tensor
 from molora_cli.errors import InputError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ContextStage(IdStage):
                 "give --base PATH",
             )
         params = _params(spec.params)
-        centre = _tensor(tensors, "centre", (around.embedding.shape[1],))
+        centre = stage_tensor(tensors, "centre", (around.embedding.shape[1],), self.kind)
         self.net = ContextNet(
             around.embedding.shape[1],
             len(spec.experts),
@@ -108,9 +108,9 @@ class ContextStage(IdStage):
             hidden=params["hidden"],
             decays=params["decays"],
         ).double()
-        self.net.load_state_dict(
-            {name: _tensor(tensors, name, tuple(p.shape)) for name, p in self.net.state_dict().items()}
-        )
+        shapes = {name: tuple(p.shape) for name, p in self.net.state_dict().items()}
+        weights = {n: stage_tensor(tensors, n, shape, self.kind).double() for n, shape in shapes.items()}
+        self.net.load_state_dict(weights)
         self.net.requires_grad_(False).eval().to(around.device)
         embedding = around.embedding.to(around.device)
         self.table = project_table(self.net, embedding, centre.to(around.device), params["scale"])  # (V, p)
@@ -147,16 +147,3 @@ def _params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _AGAIN = "train the router again: molora train-router BUNDLE --data NAME=FILE ... --force"
-
-
-def _tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of the file in float64. Raises InputError where it is missing or has another shape."""
-    if name not in tensors:
-        raise InputError(f"the context router's file has no tensor '{name}'", _AGAIN)
-    found = tensors[name]
-    if tuple(found.shape) != shape:
-        raise InputError(
-            f"the context router's tensor '{name}' is {tuple(found.shape)}, the base needs {shape}",
-            "it was trained for another base: train it again on this one",
-        )
-    return found.to(torch.float64)
