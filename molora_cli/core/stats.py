@@ -1,0 +1,264 @@
+"""What a trace says in numbers: shares, switches, entropy, margins, tokens each adapter takes. Numpy only.
+
+Everything is counted per group of layers. Columns of a (A + 1) vector are the A adapters, then the base. A
+token's *first choice* is the expert with its largest gate; among several equal ones it is split evenly.
+
+    share     tokens whose first choice is the expert / tokens
+    mass      mean over the tokens of the gate the expert gets
+    switches  neighbours within a document with different first choices, per 100 neighbours
+    entropy   -sum_e p_e log2 p_e of the router's scores p, in bits; mean and quantiles over the tokens
+    margin    p of the best expert minus p of the second, likewise
+    lift      ((n_te + c s_e) / (n_t + c)) / s_e with n_te tokens of id t on expert e, n_t tokens of id t, s_e
+              the expert's share and c = 5: how much more often than its share an expert takes that token,
+              drawn towards 1 where the token is rare
+    uniform   1 / number of experts: the share if routing said nothing
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from molora_cli.core.trace import BASE_EXPERT, Trace
+
+PSEUDO = 5.0
+MIN_COUNT = 3
+COLLAPSED = 0.95
+_BLOCK = 1 << 18
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and quantiles over tokens."""
+
+    mean: float
+    p10: float
+    p50: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """One domain, or all text together (name None). Lists have A + 1 entries, the base last.
+
+    neighbours: pairs of adjacent tokens within documents, the sample behind `switch_rate`.
+    """
+
+    name: str | None
+    documents: int
+    tokens: int
+    share: list[float]
+    mass: list[float]
+    neighbours: int
+    switch_rate: float | None
+    entropy: Spread | None
+    margin: Spread | None
+
+
+@dataclass(frozen=True)
+class TopToken:
+    """A token id that an expert takes more than its share: `taken` of its `count` occurrences."""
+
+    token: int
+    text: str
+    taken: float
+    count: int
+    lift: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of layers. layers: [first, end), None = all.
+
+    transitions: (A + 1, A + 1) pairs of neighbours, from row to column, by first choice. positions: shares by
+    position in the document, in bins [1, 2), [2, 4), [4, 8), ... of `position_tokens` tokens each.
+    """
+
+    layers: tuple[int, int] | None
+    total: Part
+    domains: list[Part]
+    top_tokens: list[list[TopToken]]
+    dead: list[str]
+    transitions: list[list[int]]
+    positions: list[list[float]]
+    position_tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """All groups. names: the A adapters and "base". experts: how many experts the uniform line divides by."""
+
+    names: list[str]
+    experts: int
+    uniform: float
+    groups: list[Group]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        return asdict(self)
+
+    def warnings(self) -> list[str]:
+        """Dead adapters and collapse, one sentence each."""
+        found = []
+        for number, group in enumerate(self.groups):
+            where = f" in layer group {number}" if len(self.groups) > 1 else ""
+            if group.dead:
+                found.append(
+                    f"no token{where} goes to {', '.join(group.dead)} (of {group.total.tokens:,} tokens)"
+                )
+            top = int(np.argmax(group.total.share))
+            if len(group.domains) > 1 and group.total.share[top] >= COLLAPSED:
+                found.append(
+                    f"{100 * group.total.share[top]:.1f} % of all tokens{where} go to {self.names[top]}, "
+                    f"over {len(group.domains)} domains: the router may have collapsed"
+                )
+        return found
+
+
+def summarise(trace: Trace, *, top: int = 10) -> Stats:
+    """Statistics of a checked trace. top: how many tokens to list per expert."""
+    columns = len(trace.adapters) + 1
+    ranges = trace.meta.get("groups") or []
+    lengths = trace.lengths()
+    names: list[str | None] = list(dict.fromkeys(trace.domains)) if trace.domains else []
+    place = {name: i for i, name in enumerate(names)}
+    of_document = np.array([place[name] for name in trace.domains], dtype=np.int64)
+    of_token = np.repeat(of_document, lengths) if trace.domains else np.zeros(len(trace), dtype=np.int64)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.arange(len(trace)) - np.repeat(trace.starts, lengths)
+    groups = []
+    for number in range(trace.groups):
+        split = _Split(trace, number, columns)
+        whole = np.ones(len(trace), dtype=bool)
+        inside = document[1:] == document[:-1]
+        domains = []
+        for i, name in enumerate(names):
+            if name is not None or len(names) > 1:
+                domains.append(_part(name, int((of_document == i).sum()), of_token == i, inside, split))
+        total = _part(None, len(lengths), whole, inside, split)
+        bins = np.log2(position + 1).astype(np.int64)
+        groups.append(
+            Group(
+                layers=(int(ranges[number][0]), int(ranges[number][1])) if number < len(ranges) else None,
+                total=total,
+                domains=domains,
+                top_tokens=_top_tokens(trace, split, total.share, top),
+                dead=[
+                    n for n, m, s in zip(trace.adapters, total.mass, total.share, strict=False) if m == 0 == s
+                ]
+                if len(trace)
+                else [],
+                transitions=_transitions(split.first, inside, columns),
+                positions=[split.shares(bins == b) for b in range(int(bins.max(initial=-1)) + 1)],
+                position_tokens=np.bincount(bins).tolist(),
+            )
+        )
+    experts = len(trace.experts) or len(trace.adapters) + bool((trace.indices == -1).any())
+    return Stats([*trace.adapters, "base"], experts, 1 / max(1, experts), groups)
+
+
+class _Split:
+    """One group's tokens: first choice (N,), column of each choice, its weight in `share`, gate: (N, k)."""
+
+    def __init__(self, trace: Trace, group: int, columns: int) -> None:
+        self.columns = columns
+        self.group = group
+        self.trace = trace
+        indices = trace.indices[:, group].astype(np.int64)
+        self.column = np.where(indices < 0, columns - 1, indices)
+        self.gates = trace.gates[:, group].astype(np.float64)
+        best = self.gates == self.gates.max(axis=1, keepdims=True)
+        self.weight = best / best.sum(axis=1, keepdims=True)
+        first, _ = trace.first(group)
+        self.first = np.where(first < 0, columns - 1, first).astype(np.int64)
+
+    def shares(self, rows: NDArray[np.bool_]) -> list[float]:
+        return self._mean(rows, self.weight)
+
+    def masses(self, rows: NDArray[np.bool_]) -> list[float]:
+        return self._mean(rows, self.gates)
+
+    def _mean(self, rows: NDArray[np.bool_], weights: Array) -> list[float]:
+        sums = np.bincount(self.column[rows].ravel(), weights[rows].ravel(), self.columns)
+        result: list[float] = (sums / max(1, int(rows.sum()))).tolist()
+        return result
+
+
+def _part(
+    name: str | None, documents: int, rows: NDArray[np.bool_], inside: NDArray[np.bool_], split: _Split
+) -> Part:
+    pairs = inside & rows[1:]
+    changed = pairs & (split.first[1:] != split.first[:-1])
+    neighbours = int(pairs.sum())
+    entropy, margin = _entropy_and_margin(split.trace, split.group, rows)
+    return Part(
+        name=name,
+        documents=documents,
+        tokens=int(rows.sum()),
+        share=split.shares(rows),
+        mass=split.masses(rows),
+        neighbours=neighbours,
+        switch_rate=100 * int(changed.sum()) / neighbours if neighbours else None,
+        entropy=entropy,
+        margin=margin,
+    )
+
+
+def _entropy_and_margin(
+    trace: Trace, group: int, rows: NDArray[np.bool_]
+) -> tuple[Spread | None, Spread | None]:
+    if trace.scores is None or not rows.any() or len(trace.experts) < 2:
+        return None, None
+    picked = np.flatnonzero(rows)
+    entropy, margin = np.empty(len(picked)), np.empty(len(picked))
+    for start in range(0, len(picked), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        p = np.exp(trace.scores[picked[block], group].astype(np.float64))
+        entropy[block] = -(p * np.log2(p, where=p > 0, out=np.zeros_like(p))).sum(axis=1)
+        two = np.partition(p, -2, axis=1)[:, -2:]
+        margin[block] = two[:, 1] - two[:, 0]
+    return _spread(entropy), _spread(margin)
+
+
+def _spread(values: Array) -> Spread:
+    p10, p50, p90 = (float(q) for q in np.quantile(values, (0.1, 0.5, 0.9)))
+    return Spread(float(values.mean()), p10, p50, p90)
+
+
+def _transitions(first: NDArray[np.int64], inside: NDArray[np.bool_], columns: int) -> list[list[int]]:
+    pairs = first[:-1][inside] * columns + first[1:][inside]
+    matrix: list[list[int]] = (
+        np.bincount(pairs, minlength=columns * columns).reshape(columns, columns).tolist()
+    )
+    return matrix
+
+
+def _top_tokens(trace: Trace, split: _Split, share: list[float], top: int) -> list[list[TopToken]]:
+    ids, inverse = np.unique(trace.token_ids, return_inverse=True)
+    count = np.bincount(inverse, minlength=len(ids))
+    listed: list[list[TopToken]] = []
+    for column in range(split.columns):
+        weight = np.where(split.column == column, split.weight, 0.0).sum(axis=1)
+        taken = np.bincount(inverse, weight, minlength=len(ids))
+        if share[column] <= 0 or top <= 0:
+            listed.append([])
+            continue
+        lift = (taken + PSEUDO * share[column]) / (count + PSEUDO) / share[column]
+        wanted = np.flatnonzero((count >= MIN_COUNT) & (lift > 1))
+        order = wanted[np.lexsort((ids[wanted], -count[wanted], -lift[wanted]))][:top]
+        listed.append(
+            [
+                TopToken(int(ids[i]), trace.text(int(ids[i])), float(taken[i]), int(count[i]), float(lift[i]))
+                for i in order
+            ]
+        )
+    return listed
+
+
+def knows_base(trace: Trace) -> bool:
+    """True where the router may send a token to the base, or did."""
+    return BASE_EXPERT in trace.experts or bool((trace.indices == -1).any())
