@@ -39,8 +39,10 @@ def _sync(path: Path) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
+    """Flush everything below `folder`; some writers leave files that only their owner may read."""
     for path in folder.rglob("*"):
         if path.is_file():
+            path.chmod(0o666 & ~_umask())
             _sync(path)
     _sync(folder)
 
