@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from molora_cli.core.bundle.writing import new_file
 from molora_cli.core.router.spec import HEADER_KEY, RouterSpec, check_spec, dump_spec
 from molora_cli.errors import InputError, MoloraError
 from molora_cli.text import shorten
@@ -47,14 +46,8 @@ def save(path: Path, spec: RouterSpec, tensors: Mapping[str, Tensor | NDArray[An
     for name, array in arrays.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise MoloraError(f"the router tensor '{name}' holds NaN or infinity", "train the router again")
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        save_file(arrays, beside, metadata={HEADER_KEY: dump_spec(spec)})
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with new_file(path) as work:
+        save_file(arrays, work, metadata={HEADER_KEY: dump_spec(spec)})
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -29,8 +29,8 @@ class Decision:
 
     route: (B, T, G, k), indices into the bundle's adapters, -1 = base; padding gets -1 and gate 0.
     scores: (B, T, G, E) float64 log-probabilities over `experts` by the stage that decided, before
-    temperature and muting; -inf for an expert that this stage does not know. A token that no stage decided has 0 for the
-    base; padding has -inf everywhere.
+    temperature and muting; -inf for an expert that this stage does not know. A token that no stage decided
+    has 0 for the base; padding has -inf everywhere.
     """
 
     route: Route
