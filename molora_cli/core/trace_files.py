@@ -1,7 +1,7 @@
 """Traces on disk: one safetensors file, its header holding the names. Numpy only.
 
-Tensors: token_ids (N,) int32, starts (D,) int64, indices (N, G, k) int16, gates (N, G, k) float32, domain
-(D,) int16 into the header's `domains` (-1 = none), and scores (N, G, E) float32 where the router has any: with
+Tensors: token_ids (N,) int32, starts (D,) int64, indices (N, G, k) int16, gates (N, G, k) float32,
+domain (D,) int16 into the header's `domains` (-1 = none), scores (N, G, E) float32 where there are any: with
 one group and one choice 10 bytes a token plus 4 per expert. The metadata entry `molora-trace` is the JSON
 header.
 """

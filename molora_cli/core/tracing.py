@@ -1,0 +1,217 @@
+"""Texts through a bundle's router without its base: from documents to a trace.
+
+A router on token ids needs the tokenizer, and at most the base's input embedding. Documents are tokenised and
+routed in batches of similar length; a long one goes through in blocks, the router's state carried along.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from molora_cli.core.pieces import token_pieces
+from molora_cli.core.trace import Trace, join
+from molora_cli.errors import InputError
+from molora_cli.out import Ticker, no_ticks
+from molora_cli.text import shorten
+
+if TYPE_CHECKING:
+    from molora_cli.core.bundle.store import Bundle
+    from molora_cli.core.router.stack import RouterStack
+
+# A text as it is, token ids, or the messages of a chat (role, content), which the chat template renders.
+Content = str | Sequence[int] | Sequence[dict[str, str]]
+Document = tuple[str | None, Content]
+
+WINDOW = 512  # documents that are sorted by length together
+BATCH_TOKENS = 8192  # of one call of the router, padding included
+BLOCK = 2048  # tokens of one document per call
+
+
+class Texts:
+    """The tokenizer of a base: ids of documents, and the text of tokens.
+
+    Plain text needs `tokenizers` alone; the first chat loads the transformers tokenizer for its template.
+    Raises InputError where the base has no usable tokenizer.
+    """
+
+    def __init__(self, base_path: Path) -> None:
+        self._path = base_path
+        self._full: Any = None
+        file = base_path / "tokenizer.json"
+        self._fast = _read_tokenizer(file) if file.is_file() else self._load_full().backend_tokenizer
+
+    def _load_full(self) -> Any:
+        if self._full is None:
+            from transformers import AutoTokenizer
+
+            try:
+                self._full = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+            except (OSError, ValueError, ImportError) as error:
+                raise InputError(
+                    f"the tokenizer of {self._path} cannot be loaded: {shorten(str(error), 160)}",
+                    "put the tokenizer's files beside the base's weights",
+                ) from error
+            if not self._full.is_fast:
+                raise InputError(
+                    f"the tokenizer of {self._path} has no tokenizer.json",
+                    "save it once with save_pretrained",
+                )
+        return self._full
+
+    def encode(self, contents: Sequence[Content]) -> list[list[int]]:
+        """Token ids per document. Texts get the tokenizer's own special tokens, chats their template's."""
+        ids: list[list[int]] = [[] for _ in contents]
+        for special in (True, False):
+            rows = [(i, c) for i, c in enumerate(contents) if isinstance(c, str) == special]
+            texts = {i: c if isinstance(c, str) else self._render(c) for i, c in rows if not _is_ids(c)}
+            encoded = self._fast.encode_batch_fast(list(texts.values()), add_special_tokens=special)
+            for i, encoding in zip(texts, encoded, strict=True):
+                ids[i] = encoding.ids
+        for i, content in enumerate(contents):
+            if _is_ids(content):
+                ids[i] = [int(t) for t in content]  # type: ignore[arg-type]
+        return ids
+
+    def pieces(self, ids: Iterable[int]) -> dict[int, str]:
+        """Token id -> text for display."""
+        return token_pieces(self._fast, ids)
+
+    def _render(self, messages: Any) -> str:
+        from molora_cli.core.chat_template import render
+
+        return render(self._load_full(), messages, add_generation_prompt=False)
+
+
+def _is_ids(content: Content) -> bool:
+    return not isinstance(content, str) and (not content or isinstance(content[0], (int, np.integer)))
+
+
+def _read_tokenizer(file: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust side raises plain Exception for whatever it cannot read
+        raise InputError(
+            f"{file} cannot be read: {shorten(str(error), 160)}", "copy the base's tokenizer again"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def trace_texts(bundle: Bundle, documents: Iterable[Document], *, ticker: Ticker = no_ticks) -> Trace:
+    """Route documents with the bundle's router and without its base's forward.
+
+    documents: (domain or None, content), read as they are needed. The ticker counts documents.
+    Raises InputError where the bundle has no router, the router cannot be used, or there is no document.
+    """
+    from molora_cli.core.router.stack import load_router
+
+    if bundle.router_spec is None:
+        raise InputError(
+            f"{shorten(str(bundle.path))} has no router yet, so no token has a route",
+            f"train one: molora train-router {shorten(str(bundle.path))} --data NAME=FILE ...",
+        )
+    texts = Texts(bundle.base_path)
+    router = load_router(bundle, _surroundings(bundle))
+    if router is None:  # the spec is there, so this cannot be: said for the type checker
+        raise InputError("the bundle lost its router while it was read", "run it again")
+    parts = []
+    done = 0
+    for window in _windows(documents, WINDOW):
+        parts.append(_trace_window(router, texts, window))
+        done += len(window)
+        ticker(done)
+    trace = join(parts)
+    trace.pieces = texts.pieces(np.unique(trace.token_ids).tolist())
+    trace.meta = {
+        "bundle": str(bundle.path),
+        "digest": bundle.digest,
+        "base": bundle.manifest.base.id,
+        "router": bundle.router_spec.kind,
+        "groups": [list(r) for r in router.group_ranges],
+    }
+    return trace
+
+
+def _surroundings(bundle: Bundle) -> Any:
+    """What the router's stages may read of the base: its embedding only where a stage needs it."""
+    from molora_cli.core.base.embedding import read_embedding
+    from molora_cli.core.base.structure import read_structure
+    from molora_cli.core.router.kinds import Surroundings, kind_class
+
+    stages = bundle.router_spec.stages if bundle.router_spec else []
+    needed = any(kind_class(stage.kind).needs_embedding for stage in stages)
+    return Surroundings(
+        n_layers=read_structure(bundle.base_path).n_layers,
+        embedding=read_embedding(bundle.base_path) if needed else None,
+    )
+
+
+def _windows(documents: Iterable[Document], size: int) -> Iterator[list[Document]]:
+    iterator = iter(documents)
+    while window := list(itertools.islice(iterator, size)):
+        yield window
+
+
+def _trace_window(router: RouterStack, texts: Texts, window: Sequence[Document]) -> Trace:
+    ids = texts.encode([content for _, content in window])
+    lengths = np.array([len(row) for row in ids], dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    total = int(lengths.sum())
+    shape = (total, router.groups)
+    trace = Trace(
+        token_ids=np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64, count=total),
+        starts=starts,
+        indices=np.full((*shape, router.k), -1, dtype=np.int16),
+        gates=np.zeros((*shape, router.k), dtype=np.float32),
+        adapters=router.adapters,
+        scores=np.zeros((*shape, len(router.experts)), dtype=np.float32),
+        experts=router.experts,
+        domains=tuple(domain for domain, _ in window),
+    )
+    order = np.argsort(lengths, kind="stable")
+    batch: list[int] = []
+    for row in [r for r in order.tolist() if lengths[r]]:
+        if batch and (len(batch) + 1) * min(BLOCK, int(lengths[row])) > BATCH_TOKENS:
+            _route(router, trace, ids, batch)
+            batch = []
+        batch.append(row)
+    if batch:
+        _route(router, trace, ids, batch)
+    return trace
+
+
+def _route(router: RouterStack, trace: Trace, ids: list[list[int]], rows: list[int]) -> None:
+    """Decide the documents `rows` (shortest first) and write their routes into `trace`."""
+    import torch
+
+    longest = len(ids[rows[-1]])
+    state = router.start(len(rows))
+    for begin in range(0, longest, BLOCK):
+        width = min(BLOCK, longest - begin)
+        block = torch.zeros(len(rows), width, dtype=torch.int64)
+        mask = torch.zeros(len(rows), width, dtype=torch.bool)
+        for i, row in enumerate(rows):
+            part = ids[row][begin : begin + width]
+            block[i, : len(part)] = torch.tensor(part, dtype=torch.int64)
+            mask[i, : len(part)] = True
+        with torch.no_grad():
+            decision, state = router.decide(block, mask, state)
+        real = mask.numpy()
+        target = np.concatenate(
+            [
+                np.arange(n) + trace.starts[row] + begin
+                for row, n in zip(rows, real.sum(1).tolist(), strict=True)
+            ]
+        )
+        trace.indices[target] = decision.route.indices.numpy()[real]
+        trace.gates[target] = decision.route.gates.numpy()[real]
+        if trace.scores is not None:
+            trace.scores[target] = decision.scores.numpy()[real]
