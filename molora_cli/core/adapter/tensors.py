@@ -1,4 +1,4 @@
-"""The tensors of one weights file, as numpy sees them: safetensors mapped from disk, torch's .bin through weights_only.
+"""The tensors of one weights file as numpy arrays: safetensors mapped from disk, torch's .bin by weights_only.
 
 bfloat16 has no numpy type; such tensors come as the uint16 view of their bits.
 """
@@ -38,7 +38,7 @@ class TensorFile:
     held: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def array(self, name: str) -> NDArray[Any]:
-        """One tensor, read-only, in the file's own dtype (bfloat16 as uint16 bits). Not copied from a safetensors."""
+        """One tensor, read-only, in the file's dtype (bfloat16 as uint16 bits), mapped and not copied."""
         if name in self.held:
             return self.held[name]
         info = self.infos[name]
@@ -56,7 +56,7 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Scan:
-    """What a pass over one tensor found: how many values are not finite, and the largest magnitude among the rest."""
+    """A pass over one tensor: how many values are not finite, and the largest magnitude among the rest."""
 
     bad: int
     largest: float
@@ -70,7 +70,7 @@ def to_float32(array: NDArray[Any], dtype: str) -> NDArray[np.float32]:
 
 
 def scan(file: TensorFile, name: str) -> Scan:
-    """NaN and infinity counted, in chunks, through numpy. A bfloat16 is not finite where its exponent is all ones."""
+    """NaN and infinity counted, in chunks. A bfloat16 is not finite where its exponent is all ones."""
     dtype = file.infos[name].dtype
     flat = file.array(name).reshape(-1)
     bad, largest = 0, 0.0
@@ -100,7 +100,7 @@ def digest(path: Path) -> str:
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """The tensors of an adapter's weights file, told apart by its content: safetensors, or torch's own format.
+    """The tensors of an adapter's weights file: safetensors, or torch's own format by the suffix .bin.
 
     Imports torch only for the latter. Raises InputError for what is neither, damaged, or more than tensors.
     """
@@ -123,7 +123,7 @@ def _open_bin(path: Path) -> TensorFile:
             ) from error
         if unpacked > 2 * size + (1 << 20):  # torch stores its tensors uncompressed
             raise InputError(
-                f"{shown(path)} has {size} bytes and would unpack to {unpacked}: torch does not write such files",
+                f"{shown(path)} has {size} bytes and would unpack to {unpacked}; torch writes no such files",
                 "do not trust this file",
             )
     import torch

@@ -8,12 +8,27 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of several separate projections that together make a fused module (q, k, v of qkv_proj).
+
+    rows: the half-open range of the fused module's output rows; the rest as in ModuleLora.
+    """
+
+    keys: dict[str, str]
+    rank: int
+    scale: float
+    rows: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class ModuleLora:
     """One module's part of an adapter.
 
     module: path in the base, say "model.layers.0.self_attn.q_proj"; rank r; alpha; scale = alpha / r, or
     alpha / sqrt(r) with rsLoRA, resolved per module. kind: "linear", "conv1d" or "embedding".
-    keys: the file's tensor names for A (r, in), B (out, r) and, where present, "bias" (out,), "magnitude" (out,).
+    keys: the file's tensor names for A (r, in), B (out, r) and, where present, "bias" (out,) and
+    "magnitude" (out,). parts: where the file holds separate projections of a fused module, they replace keys:
+    A is then theirs one above the other, B block-diagonal.
     """
 
     module: str
@@ -25,6 +40,7 @@ class ModuleLora:
     dtype: str
     keys: dict[str, str]
     kind: str = "linear"
+    parts: tuple[Part, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -33,7 +49,11 @@ class ModuleLora:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter folder after its checks. `modules` is keyed by module path; `notes` are for the user."""
+    """One adapter after its checks. `modules` is keyed by module path; `notes` are for the user.
+
+    in_file: how many modules the file adapts (more than `modules` where separate projections were fused).
+    canonical: config and weights are already what PEFT opens on this base, name by name, with nothing to add.
+    """
 
     name: str
     path: Path
@@ -46,6 +66,8 @@ class Adapter:
     licence: str | None = None
     sha256: str = ""
     notes: tuple[str, ...] = field(default_factory=tuple)
+    in_file: int = 0
+    canonical: bool = False
 
     @property
     def ranks(self) -> list[int]:
