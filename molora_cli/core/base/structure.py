@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from molora_cli.core.adapter.files import read_json
+from molora_cli.core.adapter.header import TensorInfo, read_header
 from molora_cli.errors import InputError
 from molora_cli.text import shorten
 
@@ -117,15 +118,7 @@ def read_config(base_path: Path) -> dict[str, Any]:
             f"{base_path} is not a base model: config.json is missing (there: {shorten(have or 'nothing')})",
             "--base takes the folder of a transformers model",
         )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{file} cannot be read as JSON: {shorten(str(error))}", "download the base again"
-        ) from error
-    if not isinstance(config, dict):
-        raise InputError(f"{file} must hold a JSON object", "download the base again")
-    return config
+    return read_json(file, "config.json")
 
 
 def weight_files(base_path: Path) -> list[Path]:
@@ -157,26 +150,18 @@ def weight_files(base_path: Path) -> list[Path]:
     raise InputError(f"{base_path} has no {WEIGHTS}", "--base takes the folder of a transformers model")
 
 
-def _header(file: Path) -> dict[str, dict[str, Any]]:
-    with file.open("rb") as handle:
-        start = handle.read(8)
-        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= size <= min(100 << 20, file.stat().st_size - 8):
-            raise InputError(f"{file} is not a safetensors file (damaged header)", "download the base again")
-        try:
-            header = json.loads(handle.read(size))
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{file} has a damaged header", "download the base again") from error
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+def read_tensor_infos(base_path: Path) -> dict[str, tuple[TensorInfo, Path]]:
+    """Tensor name -> what its header says, and the file. Raises InputError for damaged or missing files."""
+    found: dict[str, tuple[TensorInfo, Path]] = {}
+    for file in weight_files(base_path):
+        for name, info in read_header(file).tensors.items():
+            found[name] = (info, file)
+    return found
 
 
 def read_tensor_shapes(base_path: Path) -> dict[str, tuple[tuple[int, ...], str, Path]]:
     """Tensor name -> (shape, dtype, file), from the headers alone."""
-    found: dict[str, tuple[tuple[int, ...], str, Path]] = {}
-    for file in weight_files(base_path):
-        for name, entry in _header(file).items():
-            found[name] = (tuple(int(n) for n in entry["shape"]), str(entry["dtype"]), file)
-    return found
+    return {n: (info.shape, info.dtype, file) for n, (info, file) in read_tensor_infos(base_path).items()}
 
 
 def _kind(module: str, model_type: str) -> str:

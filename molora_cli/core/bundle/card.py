@@ -33,8 +33,8 @@ def render_card(manifest: Manifest, name: str) -> str:
     body = [
         f"# {_cell(name)}",
         "",
-        f"A molora bundle: {len(manifest.adapters)} LoRA adapters of one base model, of which every token takes "
-        "the one it needs.",
+        f"A molora bundle: {len(manifest.adapters)} LoRA adapters of one base model, of which every token "
+        "takes the one it needs.",
         "",
         f"**Base:** {_cell(base.id)}{revision}. Not included; its fingerprint is checked at load.",
         "",
@@ -42,8 +42,8 @@ def render_card(manifest: Manifest, name: str) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     body += [
-        f"| {_cell(e.name)} | {_cell(e.source)} | {_cell(e.revision or '-')} | {_cell(e.licence)} | {_rank(e)} | "
-        f"{len(e.modules)} | {e.parameters:,} |"
+        f"| {_cell(e.name)} | {_cell(e.source)} | {_cell(e.revision or '-')} | {_cell(e.licence)} | "
+        f"{_rank(e)} | {len(e.modules)} | {e.parameters:,} |"
         for e in manifest.adapters
     ]
     routed = manifest.routing
@@ -53,8 +53,8 @@ def render_card(manifest: Manifest, name: str) -> str:
         if routed
         else "**Router:** none yet (`molora train-router` makes one).",
         "",
-        "Each adapter's licence holds for its part, and the base's for the base. Where a licence is unknown, ask the "
-        "source before passing the bundle on.",
+        "Each adapter's licence holds for its part, and the base's for the base. Where a licence is unknown, "
+        "ask the source before passing the bundle on.",
         "",
         "## Run it",
         "",
@@ -71,7 +71,7 @@ def render_card(manifest: Manifest, name: str) -> str:
         "```",
         "",
     ]
-    return "\n".join(head + ["", *body])
+    return "\n".join([*head, "", *body])
 
 
 def _yaml(text: str) -> str:

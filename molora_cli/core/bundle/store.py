@@ -141,7 +141,8 @@ class Bundle:
             root = self.path / "adapters"
             found = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
             raise InputError(
-                f"{self.path} lacks adapter {', '.join(missing)}; found: {shorten(', '.join(found) or 'none')}",
+                f"{self.path} lacks adapter {', '.join(missing)}; "
+                f"found: {shorten(', '.join(found) or 'none')}",
                 "put the folder back, or compose the bundle again",
             )
 
@@ -230,18 +231,10 @@ class Bundle:
         file = self.router_file
         if file is None:
             return None
-        from molora_cli.core.router.spec import read_spec
+        from molora_cli.core.router.spec import check_experts, read_spec
 
         spec = read_spec(file)
-        known = {*self.adapters, "__base__"}
-        for stage in spec.stages:
-            unknown = [name for name in stage.experts if name not in known]
-            if unknown:
-                raise InputError(
-                    f"the router of {self.path} names adapter '{shorten(unknown[0])}', which the bundle "
-                    f"lacks; it has {', '.join(self.adapters)}",
-                    f"attach another router: molora attach-router {self.path} --kind ...",
-                )
+        check_experts(spec, self.adapters, f"the router of {self.path}")
         return spec
 
     def set_router(self, spec: RouterSpec, tensors: Mapping[str, Any]) -> None:
