@@ -2,14 +2,148 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
 import typer
+
+from molora_cli import options
+from molora_cli.errors import InputError
+from molora_cli.out import SCHEMA_VERSION, Out
+
+if TYPE_CHECKING:
+    from molora_cli.core.bundle.store import Bundle
+    from molora_cli.core.chat_session import ChatSession
+    from molora_cli.views.palette import Palette
+
+# Typer resolves these annotations at run time, on Python 3.10 too, so they are spelt with Optional
+Text = Optional[str]  # noqa: UP045
+Names = Optional[list[str]]  # noqa: UP045
+File = Optional[Path]  # noqa: UP045
+Whole = Optional[int]  # noqa: UP045
+
+EPILOG = """Examples:
+
+molora chat my-bundle --prompt "Count users by country in SQL, then explain the query."
+
+echo "What is 17 * 24?" | molora chat my-bundle --route off --json
+"""
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("chat")(command)
+    app.command("chat", epilog=EPILOG)(command)
 
 
-def command() -> None:
-    """Placeholder while the house is being built."""
-    raise NotImplementedError
+def command(
+    bundle: Annotated[File, typer.Argument(help="Folder of a bundle; without it the default one.")] = None,
+    prompt: Annotated[
+        Text,
+        typer.Option("--prompt", "-p", help="Answer this and exit; a piped standard input does the same."),
+    ] = None,
+    system: Annotated[Text, typer.Option(help="System text.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, above 0 draws.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many likeliest tokens; 0 = all.")] = 0,
+    seed: Annotated[Whole, typer.Option(help="Seed of the drawing.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the turn's end.")] = False,
+    route: Annotated[str, typer.Option(help="auto: the router; off: the base; NAME: one adapter.")] = "auto",
+    mute: Annotated[Names, typer.Option(help="Adapter that no token may take; may be given again.")] = None,
+    base: options.Base = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Dispatch of the adapters: auto or torch.")] = "auto",
+    chat_template: Annotated[File, typer.Option(help="Jinja file used as the chat template.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue text; no chat template.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="JSON Lines: every token, then a summary.")] = False,
+    quiet: options.Quiet = False,
+    no_colour: Annotated[
+        bool, typer.Option("--no-colour", "--no-color", help="Letters instead of colours.")
+    ] = False,
+) -> None:
+    """Talk to a bundle: the answer streams in, every token in the colour of the adapter that made it."""
+    from molora_cli.core.bundle.store import Bundle, default_bundle
+    from molora_cli.core.chat_session import ChatSession, Settings
+    from molora_cli.views.palette import Palette
+
+    for handle in (sys.stdout, sys.stderr):  # an answer may hold letters that the terminal's encoding lacks
+        if hasattr(handle, "reconfigure"):
+            handle.reconfigure(errors="replace")
+    out = Out(json_mode=json, quiet=quiet)
+    out.stdout.no_color = out.stdout.no_color or no_colour
+    out.stderr.no_color = out.stderr.no_color or no_colour
+    settings = Settings(max_new_tokens, temperature, top_p, top_k, seed, ignore_eos)
+    settings.check()
+    question = _question(prompt, json)
+    opened = Bundle.open(bundle or default_bundle(), base)
+    _check_routing(opened, route, mute or [])
+    out.note(f"loading {opened.path} ...")
+
+    from molora_cli.core.chat_template import need_tokenizer, use_template_file
+    from molora_cli.core.routed.model import load
+
+    model = load(opened.path, base=base, device=device, dtype=dtype, backend=backend)
+    if chat_template:
+        use_template_file(need_tokenizer(model.tokenizer), chat_template)
+    session = ChatSession(model, plain=plain, notify=out.warn)
+    session.settings, session.route = settings, route
+    session.conversation.system = system
+    model.muted = frozenset(mute or ())
+    palette = Palette(model.adapters, out.stdout)
+    if question is not None:
+        _answer_once(session, question, out, palette)
+    else:
+        from molora_cli.views.repl import Repl
+
+        Repl(session, out, palette).run()
+
+
+def _question(prompt: str | None, json: bool) -> str | None:
+    """The one question of `--prompt` or of a piped standard input; None means a conversation."""
+    if prompt is None and not sys.stdin.isatty():
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise InputError(f"standard input is not UTF-8 at byte {error.start}", "convert it") from None
+    if prompt is None and json:
+        raise InputError("--json needs one question", "give --prompt TEXT, or pipe it in")
+    if prompt is not None and not prompt.strip():
+        raise InputError("the prompt is empty", "give a text with --prompt, or pipe one in")
+    return prompt
+
+
+def _check_routing(bundle: Bundle, route: str, mute: list[str]) -> None:
+    """Names and router are looked at before the model is loaded."""
+    known = ", ".join(bundle.adapters)
+    for name in (*mute, *([] if route in ("auto", "off") else [route])):
+        if name not in bundle.adapters:
+            raise InputError(f"there is no adapter '{name}' in {bundle.path}", f"use one of: {known}")
+    if route == "auto" and bundle.router_spec is None:
+        raise InputError(
+            f"{bundle.path} has no router yet",
+            f"molora train-router {bundle.path} --data NAME=FILE ..., or --route off, or --route NAME",
+        )
+
+
+def _answer_once(session: ChatSession, question: str, out: Out, palette: Palette) -> None:
+    """One answer to stdout; legend and figures to stderr, or everything as JSON Lines."""
+    from molora_cli.views.chat import AnswerPrinter, event_record, statistics, summary_record
+
+    with closing(session.ask(question)) as events:
+        if out.json_mode:
+            for number, event in enumerate(events, start=1):
+                out.line(event_record(event, number))
+            out.line(summary_record(session.last, palette, SCHEMA_VERSION))
+            return
+        printer = AnswerPrinter(out.stdout, palette)
+        try:
+            for event in events:
+                printer.token(event)
+        finally:
+            printer.end()
+    if printer.marks and not out.quiet:
+        out.stderr.print(palette.legend(width=out.stderr.width))
+    out.note(statistics(session.last, palette))
