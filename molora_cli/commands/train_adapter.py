@@ -2,14 +2,120 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
+from rich.console import Console
+from rich.table import Table
+
+from molora_cli import options
+from molora_cli.errors import InputError
+from molora_cli.out import Out, no_ticks
+from molora_cli.refs import parse_named
+
+_EXAMPLES = """[bold]Examples[/bold]
+
+molora train-adapter math=math.jsonl -o adapters --base smollm2
+
+molora train-adapter sql=sql.jsonl med=med.jsonl -o adapters --recipe recipes/smollm2-adapters.yaml
+"""
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("train-adapter")(command)
+    app.command("train-adapter", epilog=_EXAMPLES)(command)
 
 
-def command() -> None:
-    """Placeholder while the house is being built."""
-    raise NotImplementedError
+def command(
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME=FILE...", help="Adapters to train, each with its rows."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Folder the adapters are written into.")
+    ] = None,
+    base: options.Base = None,
+    rank: Annotated[int | None, typer.Option(help="LoRA rank (4).")] = None,
+    alpha: Annotated[float | None, typer.Option(help="LoRA alpha (twice the rank).")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="all-linear (the default), or names: q_proj,v_proj.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens to train on, prompts included (150000).")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data, instead of --tokens.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate (0.001).")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Warm-up steps (20).")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Tokens per step (1200).")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Longer rows are cut (512).")] = None,
+    save_dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 (the default), float16 or float32.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed (0); the same one gives the same adapter.")] = None,
+    val: Annotated[
+        list[str] | None, typer.Option(help="NAME=FILE of held-out rows; else a twentieth is kept back.")
+    ] = None,
+    init: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER of a LoRA to start from, cut to the rank by SVD.")
+    ] = None,
+    source: Annotated[
+        list[str] | None, typer.Option(help="NAME=TEXT: data sets and their licences, for the card.")
+    ] = None,
+    recipe: options.Recipe = None,
+    json_mode: options.Json = False,
+    quiet: options.Quiet = False,
+    force: options.Force = False,
+) -> None:
+    """Train LoRA adapters with PEFT on chat rows (JSON Lines); the loss is on the assistant's tokens.
+
+    Writes plain PEFT folders OUT/NAME, each with a provenance card and the loss of every step. A run that was
+    interrupted goes on when the same command is given again.
+    """
+    from molora_cli.core.base.resolve import resolve_base
+    from molora_cli.core.training.adapter_job import plan_jobs, settings_from, train_job
+    from molora_cli.recipes import load_recipe
+
+    say = Out(json_mode=json_mode, quiet=quiet)
+    written = load_recipe(recipe, "train-adapter") if recipe is not None else {}
+    flags = {
+        "rank": rank,
+        "alpha": alpha,
+        "target": target,
+        "tokens": tokens,
+        "epochs": epochs,
+        "lr": lr,
+        "warmup": warmup,
+        "batch_tokens": batch_tokens,
+        "max_length": max_length,
+        "save_dtype": save_dtype,
+        "seed": seed,
+    }
+    named = {k: dict(written.pop(k, None) or {}) for k in ("data", "val", "init", "source")}
+    for key, texts in (("data", data), ("val", val), ("init", init), ("source", source)):
+        named[key].update(parse_named(text) for text in texts or ())
+    base = base or written.pop("base", None)
+    written.pop("base", None)
+    settings = settings_from({**written, **{k: v for k, v in flags.items() if v is not None}})
+    paths = {k: {n: Path(p).expanduser() for n, p in named[k].items()} for k in ("data", "val", "init")}
+    jobs = plan_jobs(paths["data"], held_out=paths["val"], init=paths["init"], source=named["source"])
+    if out is None:
+        raise InputError("no folder to write into is given", "say where the adapters go: -o adapters")
+    if base is None:
+        raise InputError("no base is given", "name the model the adapters are for: --base smollm2")
+    resolved = resolve_base(base, ticker=no_ticks)
+    results = []
+    for job in jobs:
+        with say.progress(f"training {job.name}") as ticker:
+            results.append(train_job(job, resolved, settings, out, force=force, ticker=ticker))
+        say.note(f"{job.name}: written to {results[-1]['path']}")
+    say.result({"command": "train-adapter", "adapters": results}, lambda console: _table(console, results))
+
+
+def _table(console: Console, results: list[dict[str, Any]]) -> None:
+    table = Table(
+        "adapter", "steps", "tokens", "seconds", "NLL base", "NLL after", "held-out rows"
+    )
+    for r in results:
+        nll = ["-" if r[k] is None else f"{r[k]:.3f}" for k in ("nll_base", "nll")]
+        rest = [str(r["steps"]), str(r["tokens"]), f"{r['seconds']:.0f}"]
+        table.add_row(r["name"], *rest, *nll, str(r["held_out_rows"]))
+    console.print(table)
