@@ -265,26 +265,31 @@ def start_from(peft_model: Any, folder: Path) -> None:
         ) from error
     if peft_model.peft_config["source"].use_dora:
         raise InputError(f"cannot start from {folder}: it is a DoRA adapter", "give a plain LoRA")
-    module: Any
     for name, module in peft_model.named_modules():
-        if not isinstance(module, LoraLayer):
-            continue
-        if ("source" in module.lora_A) != ("default" in module.lora_A):
-            raise InputError(f"cannot start from {folder}: it targets other modules ({name})", "set --target")
-        with torch.no_grad():
-            old_a, old_b = module.lora_A["source"].weight, module.lora_B["source"].weight
-            a, b = old_a.double(), old_b.double()
-            left, r_left = torch.linalg.qr(b)  # (out, r), (r, r)
-            right, r_right = torch.linalg.qr(a.T)  # (in, r), (r, r)
-            u, s, vt = torch.linalg.svd(module.scaling["source"] * r_left @ r_right.T)
-            rank = min(module.r["default"], len(s))
-            root = s[:rank].sqrt()
-            new_a, new_b = module.lora_A["default"].weight, module.lora_B["default"].weight
-            new_b.zero_()
-            new_a[:rank] = (root[:, None] * vt[:rank] @ right.T).to(new_a)
-            new_b[:, :rank] = (left @ u[:, :rank] * root / module.scaling["default"]).to(new_b)
+        if isinstance(module, LoraLayer):
+            layer: Any = module
+            if ("source" in layer.lora_A) != ("default" in layer.lora_A):
+                raise InputError(
+                    f"cannot start from {folder}: it targets other modules ({name})", "set --target"
+                )
+            _truncate(layer)
     peft_model.delete_adapter("source")
     peft_model.set_adapter("default")
+
+
+@torch.no_grad()
+def _truncate(layer: Any) -> None:
+    """Sets "default" of one LoRA layer to the cut deltas of "source"; a larger rank keeps its spare rows of A."""
+    a, b = layer.lora_A["source"].weight.double(), layer.lora_B["source"].weight.double()
+    left, r_left = torch.linalg.qr(b)  # (out, r), (r, r)
+    right, r_right = torch.linalg.qr(a.T)  # (in, r), (r, r)
+    u, s, vt = torch.linalg.svd(layer.scaling["source"] * r_left @ r_right.T)
+    rank = min(layer.r["default"], len(s))
+    root = s[:rank].sqrt()
+    new_a, new_b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    new_b.zero_()
+    new_a[:rank] = (root[:, None] * vt[:rank] @ right.T).to(new_a)
+    new_b[:, :rank] = (left @ u[:, :rank] * root / layer.scaling["default"]).to(new_b)
 
 
 @contextlib.contextmanager

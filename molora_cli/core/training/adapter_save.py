@@ -7,7 +7,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -46,14 +46,14 @@ class BaseName(Protocol):
 def write_adapter(
     trainer: AdapterTrainer, target: Path, base_id: str, card: str, metrics: Path, *, force: bool
 ) -> None:
-    """Writes the PEFT folder, its card and the metrics: whole or not at all (`new_folder` says what is raised)."""
-    from peft import LoraConfig, get_peft_model_state_dict
+    """Writes the PEFT folder, its card and the metrics, whole or not at all. Raises as `new_folder` does."""
+    from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
     tensors = get_peft_model_state_dict(trainer.model, save_embedding_layers=False)
     dtype = getattr(torch, trainer.settings.save_dtype)
     tensors = {k: v.detach().to("cpu", dtype).contiguous() for k, v in sorted(tensors.items())}
-    config: LoraConfig = trainer.model.peft_config["default"]
+    config: Any = trainer.model.peft_config["default"]
     config.base_model_name_or_path = base_id
     config.inference_mode = True
     values = config.to_dict()
