@@ -90,10 +90,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Stats:
-    """All groups. names: the A adapters and "base". experts: how many experts the uniform line divides by."""
+    """All groups. names: the A adapters and "base". experts: how many experts the uniform line divides by.
+
+    knows_base: the router may send a token to the base, or did.
+    """
 
     names: list[str]
     experts: int
+    knows_base: bool
     uniform: float
     groups: list[Group]
 
@@ -157,8 +161,9 @@ def summarise(trace: Trace, *, top: int = 10) -> Stats:
                 position_tokens=np.bincount(bins).tolist(),
             )
         )
-    experts = len(trace.experts) or len(trace.adapters) + bool((trace.indices == -1).any())
-    return Stats([*trace.adapters, "base"], experts, 1 / max(1, experts), groups)
+    knows_base = BASE_EXPERT in trace.experts or bool((trace.indices == -1).any())
+    experts = len(trace.experts) or len(trace.adapters) + knows_base
+    return Stats([*trace.adapters, "base"], experts, knows_base, 1 / max(1, experts), groups)
 
 
 class _Split:
@@ -257,8 +262,3 @@ def _top_tokens(trace: Trace, split: _Split, share: list[float], top: int) -> li
             ]
         )
     return listed
-
-
-def knows_base(trace: Trace) -> bool:
-    """True where the router may send a token to the base, or did."""
-    return BASE_EXPERT in trace.experts or bool((trace.indices == -1).any())

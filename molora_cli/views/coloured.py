@@ -1,0 +1,97 @@
+"""A traced text with every token in the colour (or behind the letter) of its first choice."""
+
+from __future__ import annotations
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from molora_cli.core.pieces import split_tail
+from molora_cli.core.trace import Trace
+from molora_cli.text import printable
+from molora_cli.views.palette import BASE, Palette
+
+NEWLINE = "⏎"
+
+
+def coloured_text(
+    trace: Trace, palette: Palette, tokens: slice, *, group: int = 0, ascii_only: bool = False
+) -> Text:
+    """The tokens of a range as one text: the tint follows the gate, ⏎ stands before a line break of the text.
+
+    A character cut over several tokens takes the colour of the one that completes it.
+    """
+    first, gates = trace.first(group)
+    text = Text()
+    rest = ""
+    previous: int | None = None
+    for i in range(tokens.start, tokens.stop):
+        whole, rest = split_tail(rest + trace.text(int(trace.token_ids[i])))
+        if rest and not whole:
+            continue
+        index = int(first[i])
+        mark = "" if ascii_only else NEWLINE
+        shown = whole.replace("\r\n", "\n").replace("\n", mark + "\n")
+        text.append_text(palette.token(shown, index, float(gates[i]), previous))
+        previous = index
+    if rest:
+        text.append("\ufffd")
+    return text
+
+
+class ColouredDocuments:
+    """Coloured documents with headings and a legend, cut after `limit` tokens with a note on what is left."""
+
+    def __init__(self, trace: Trace, *, limit: int, group: int | None = None) -> None:
+        self.trace = trace
+        self.limit = limit
+        self.group = group
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        trace, palette = self.trace, Palette(self.trace.adapters, console)
+        ascii_only = options.ascii_only
+        groups = range(trace.groups) if self.group is None else [self.group]
+        left, shown = self.limit, 0
+        for number, tokens in enumerate(trace.documents()):
+            length = tokens.stop - tokens.start
+            if left <= 0:
+                break
+            if not length:
+                continue
+            if len(trace.starts) > 1:
+                yield Text(self._heading(number, length), style="bold" if palette.colours else "")
+            cut = slice(tokens.start, tokens.start + min(length, left))
+            for group in groups:
+                if trace.groups > 1:
+                    yield Text(self._layers(group), style="dim")
+                yield coloured_text(trace, palette, cut, group=group, ascii_only=ascii_only)
+                yield Text("")
+            left -= cut.stop - cut.start
+            shown += cut.stop - cut.start
+        if shown < len(trace):
+            note = f"the first {shown:,} of {len(trace):,} tokens are shown; the statistics cover all"
+            yield Text(note, style="dim")
+        shares = _shares(trace, 0 if self.group is None else self.group)
+        yield palette.legend(shares, width=options.max_width).append("\n")
+
+    def _heading(self, number: int, length: int) -> str:
+        domain = self.trace.domain(number)
+        name = f"{printable(domain)}, " if domain else ""
+        return f"{name}text {number + 1} ({length:,} tokens)"
+
+    def _layers(self, group: int) -> str:
+        return f"layers {layer_range(self.trace, group)}"
+
+
+def layer_range(trace: Trace, group: int) -> str:
+    """`0-9` for a group of layers, from the trace's own record."""
+    ranges = trace.meta.get("groups") or []
+    if group >= len(ranges):
+        return f"of group {group}"
+    first, end = ranges[group]
+    return f"{first}-{int(end) - 1}"
+
+
+def _shares(trace: Trace, group: int) -> dict[int, float]:
+    first, _ = trace.first(group)
+    total = max(1, len(first))
+    return {i: float((first == i).sum()) / total for i in (*range(len(trace.adapters)), BASE)}

@@ -1,0 +1,166 @@
+"""Pictures of a trace as files: shares per adapter and domain (PNG, SVG), and the coloured text (SVG).
+
+matplotlib is an extra and is imported only when a histogram is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+
+from molora_cli.core.bundle.writing import new_file
+from molora_cli.core.stats import Stats
+from molora_cli.core.trace import Trace
+from molora_cli.errors import InputError
+from molora_cli.text import printable, shorten
+from molora_cli.views.coloured import ColouredDocuments, layer_range
+from molora_cli.views.palette import BASE, HUES
+
+View = Literal["histogram", "tokens"]
+GREY = "#8c8c8c"
+_HATCHES = ("", "//", "..", "xx")
+_PAPER = TerminalTheme(
+    (255, 255, 255),
+    (32, 32, 32),
+    [
+        (0, 0, 0),
+        (170, 0, 0),
+        (0, 128, 0),
+        (128, 96, 0),
+        (0, 0, 170),
+        (128, 0, 128),
+        (0, 128, 128),
+        (170, 170, 170),
+    ],
+)
+# rich's own frame asks a web server for its font; this one takes what the reader has
+_SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
+<title>Tokens coloured by the adapter they took</title>
+<style>
+.{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  font-size: {char_height}px; line-height: {line_height}px; font-variant-east-asian: full-width; }}
+{styles}
+</style>
+<defs><clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" /></clipPath>
+{lines}
+</defs>
+<rect width="100%" height="100%" rx="8" fill="#ffffff" stroke="#d0d0d0" />
+<g transform="translate({terminal_x}, 12)" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
+
+
+def check_figure(path: Path, view: View, *, force: bool) -> None:
+    """What can be refused before any work: name, place, and for a histogram the extra. Raises InputError."""
+    endings = (".svg",) if view == "tokens" else (".png", ".svg")
+    if path.suffix.lower() not in endings:
+        raise InputError(
+            f"{shorten(str(path))}: a {view} figure is written as {' or '.join(endings)}",
+            "give --figure FILE.svg" + ("" if view == "tokens" else ", or FILE.png"),
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        raise InputError(
+            f"{shorten(str(path))} cannot be written there", "name a file in a folder that exists"
+        )
+    if path.exists() and not force:
+        raise InputError(f"{shorten(str(path))} exists", "give --force to replace it, or another name")
+    if view == "histogram":
+        _matplotlib()
+
+
+def write_figure(
+    path: Path, trace: Trace, stats: Stats, *, view: View = "histogram", limit: int = 400
+) -> None:
+    """Draw one view of a trace into a file. limit: tokens of the coloured text. Raises InputError, MoloraError."""
+    if view == "tokens":
+        payload = tokens_svg(trace, limit=limit).encode("utf-8")
+    else:
+        payload = _histogram(trace, stats, path.suffix.lower().lstrip("."))
+    with new_file(path) as work:
+        work.write_bytes(payload)
+
+
+def tokens_svg(trace: Trace, *, limit: int = 400, width: int = 88) -> str:
+    """The terminal's coloured text as one SVG that needs no other file; the same trace gives the same bytes."""
+    console = Console(
+        record=True,
+        width=width,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        legacy_windows=False,
+        no_color=False,
+        highlight=False,
+        _environ={},
+    )
+    console.print(ColouredDocuments(trace, limit=limit))
+    return console.export_svg(code_format=_SVG, theme=_PAPER, title="", unique_id="molora")
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise InputError(
+            "figures are drawn with matplotlib, which is not installed", "pip install 'molora[figures]'"
+        ) from error
+    return matplotlib
+
+
+def _histogram(trace: Trace, stats: Stats, kind: str) -> bytes:
+    """Grouped bars: one group per domain, one bar per adapter and the base, one panel per group of layers."""
+    matplotlib = _matplotlib()
+    from matplotlib.figure import Figure
+
+    columns = [*range(len(trace.adapters)), *([BASE] if stats.knows_base else [])]
+    parts = [group.domains or [group.total] for group in stats.groups]
+    bars = len(parts[0]) * (len(columns) + 1)
+    size = (min(24.0, max(5.0, 1.6 + 0.28 * bars)), 0.9 + 2.7 * len(parts))
+    # text stays text in an SVG, and nothing in the file depends on the day or on chance
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "molora", "hatch.linewidth": 0.6}):
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(len(parts), 1, squeeze=False, sharex=True)[:, 0]
+        for number, (panel, domains) in enumerate(zip(panels, parts, strict=True)):
+            for place, index in enumerate(columns):
+                x = [d + (place - (len(columns) - 1) / 2) * 0.8 / len(columns) for d in range(len(domains))]
+                turn, hue = divmod(index, len(HUES)) if index != BASE else (0, 0)
+                panel.bar(
+                    x,
+                    [100 * part.share[index] for part in domains],
+                    0.8 / len(columns),
+                    color=GREY if index == BASE else HUES[hue],
+                    edgecolor="#303030",
+                    linewidth=0.4,
+                    hatch=_HATCHES[turn % len(_HATCHES)],
+                    label=_plain("base" if index == BASE else trace.adapters[index]),
+                )
+            uniform = f"uniform (1 of {stats.experts})"
+            panel.axhline(100 * stats.uniform, color="#303030", linestyle="--", linewidth=1, label=uniform)
+            panel.set_ylim(0, 100)
+            panel.set_ylabel("tokens, % by first choice")
+            panel.spines[["top", "right"]].set_visible(False)
+            if len(parts) > 1:
+                panel.set_title(f"layers {layer_range(trace, number)}", fontsize="medium", loc="left")
+        names = [f"{_plain(part.name or 'all text')}\n{part.tokens:,} tokens" for part in parts[0]]
+        panels[-1].set_xticks(range(len(names)), names)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize="small")
+        figure.suptitle(f"Where tokens go ({len(trace):,} tokens)", fontsize="large")
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def _plain(text: str) -> str:
+    """A name as matplotlib shows it literally: no control characters, no formulas between dollar signs."""
+    return printable(text).replace("$", r"\$")
