@@ -60,6 +60,12 @@ class Layout:
         """gates, chosen: (N, S) of a plan -> the (N, R) coefficients of this layout."""
         return Columns(gates.index_select(1, self.owner) * self.scale, chosen.index_select(1, self.owner))
 
+    def to(self, device: torch.device) -> Layout:
+        """The layout on a device; itself where it is there already."""
+        if self.owner.device == device:
+            return self
+        return Layout(self.owner.to(device), self.scale.to(device))
+
 
 def make_plan(
     slots: Tensor, weights: Tensor, n_slots: int, layouts: Sequence[Layout], shape: tuple[int, ...]

@@ -33,7 +33,8 @@ class Route:
             )
         if self.indices.dim() not in (3, 4):
             raise InputError(
-                f"a route is (B, T, k) or (B, T, G, k), not {tuple(self.indices.shape)}", "add the missing dimensions"
+                f"a route is (B, T, k) or (B, T, G, k), not {tuple(self.indices.shape)}",
+                "add the missing dimensions",
             )
         if self.indices.is_floating_point() or not self.gates.is_floating_point():
             raise InputError("route indices must be integers and gates floats", "convert them")
@@ -50,7 +51,9 @@ class Route:
         return self.indices.shape[2] if self.indices.dim() == 4 else 1
 
     @classmethod
-    def constant(cls, indices: list[int], gates: list[float], batch: int, length: int, device: object = None) -> Route:
+    def constant(
+        cls, indices: list[int], gates: list[float], batch: int, length: int, device: object = None
+    ) -> Route:
         """One route for every token of a (batch, length) block."""
         shape = (batch, length, len(indices))
         return cls(

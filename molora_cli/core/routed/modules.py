@@ -1,0 +1,181 @@
+"""Modules that take the place of a base model's linears and embeddings and add each token's adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from molora_kernels import Bank, Plan, routed_embedding, routed_linear
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from molora_cli.core.routed.context import Context
+from molora_cli.errors import InputError, MoloraError
+
+if TYPE_CHECKING:
+    from molora_cli.core.adapter.factors import Factors
+
+
+class RoutedModule(nn.Module):
+    """The common part: the base module, its adapters' factors, and the place in the model.
+
+    base: only called, never changed. present: (slot, factors) of the adapters that touch it, slots ascending.
+    A (R, in) and B (out, R) are parameters in the base's compute dtype, frozen until `requires_grad_` is set.
+    The norm of DoRA is taken once, from the factors given here: training A or B afterwards does not move it.
+    """
+
+    A: nn.Parameter
+    B: nn.Parameter
+    owner: Tensor
+    out_scale: Tensor | None
+    out_bias: Tensor | None
+
+    def __init__(
+        self,
+        base: nn.Module,
+        present: Sequence[tuple[int, Factors]],
+        context: Context,
+        *,
+        path: str,
+        layer: int,
+        is_head: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.path, self.layer, self.is_head = path, layer, is_head
+        self._context = (context,)  # in a tuple: the context is no part of the module's own state
+
+        def there(tensor: Tensor) -> Tensor:
+            return tensor.to(device, dtype)
+
+        self.A = nn.Parameter(torch.cat([there(f.A) for _, f in present]), requires_grad=False)
+        self.B = nn.Parameter(torch.cat([there(f.B) for _, f in present], dim=1), requires_grad=False)
+        owner = torch.cat([torch.full((len(f.A),), slot, device=device) for slot, f in present])
+        scale = torch.cat([torch.full((len(f.A),), float(f.scale), device=device) for _, f in present])
+        self.register_buffer("owner", owner, persistent=False)
+        self.register_buffer("out_scale", self._out_scale(present, device), persistent=False)
+        self.register_buffer("out_bias", self._out_bias(present, device), persistent=False)
+        self.layout = context.layout(owner, scale.float())
+        parts = [self.A, self.B, self.out_scale, self.out_bias]
+        self.finite = all(bool(t.isfinite().all()) for t in parts if t is not None)
+
+    def _out_scale(self, present: Sequence[tuple[int, Factors]], device: torch.device) -> Tensor | None:
+        """(S, out) float32: magnitude / row norm of W + s B A (Liu et al., arXiv 2402.09353, eq. 5); one
+        elsewhere."""
+        if all(f.magnitude is None for _, f in present):
+            return None
+        weight = dense_weight(self.base, self.path).to(device).float()  # (out, in)
+        out_scale = torch.ones(self._context[0].n_adapters + 1, weight.shape[0], device=device)
+        for slot, f in present:
+            if f.magnitude is not None:
+                moved = weight + f.scale * (f.B.to(device).float() @ f.A.to(device).float())
+                out_scale[slot] = f.magnitude.to(device).float().flatten() / moved.norm(dim=1)
+        return out_scale
+
+    def _out_bias(self, present: Sequence[tuple[int, Factors]], device: torch.device) -> Tensor | None:
+        """(S, out) float32: lora_bias times scale; zero elsewhere."""
+        if all(f.bias is None for _, f in present):
+            return None
+        out_bias = torch.zeros(self._context[0].n_adapters + 1, len(self.B), device=device)
+        for slot, f in present:
+            if f.bias is not None:
+                out_bias[slot] = f.scale * f.bias.to(device).float()
+        return out_bias
+
+    def _plan(self, lead: torch.Size) -> Plan | None:
+        """This layer's plan, checked against the leading dimensions of what the module was given."""
+        plan = self._context[0].plan(self.layer, self.is_head)
+        if plan is None or tuple(lead) == plan.shape or tuple(lead) == (len(plan.slots),):
+            return plan
+        raise MoloraError(
+            f"module '{self.path}' was called with tokens {tuple(lead)}, but their routes are {plan.shape}: "
+            "this base hands its tokens on in an order that cannot be followed",
+            "leave the module out of the adapters",
+        )
+
+    def _bank(self) -> Bank:
+        base_bias = getattr(self.base, "bias", None) if self.out_scale is not None else None
+        return Bank(
+            self.A, self.B, self.owner, self.layout, self.out_scale, self.out_bias, base_bias, self.finite
+        )
+
+    # Model code reads these of the module it put here.
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias  # type: ignore[return-value]
+
+
+class RoutedLinear(RoutedModule):
+    """In place of a linear: nn.Linear, Conv1D, a fused projection, or a quantised linear."""
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """x: (B, T, in) or (B*T, in) -> the mixture, (..., out)."""
+        y = self.base(x, *args, **kwargs)
+        plan = self._plan(x.shape[:-1])
+        if plan is None:
+            return y
+        return routed_linear(x, y, self._bank(), plan)
+
+    @property
+    def in_features(self) -> int:
+        return self.A.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.B.shape[0]
+
+
+class RoutedEmbedding(RoutedModule):
+    """In place of the input embedding. A is (R, vocabulary): the shrink is a lookup."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: (B, T) -> the mixture, (B, T, out)."""
+        y = self.base(ids)
+        plan = self._plan(ids.shape)
+        if plan is None:
+            return y
+        return routed_embedding(ids, y, self._bank(), plan, getattr(self.base, "embed_scale", 1.0))
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.A.shape[1]
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.B.shape[0]
+
+
+def features(base: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a module that can be routed; None for one that cannot."""
+    if isinstance(base, nn.Embedding):
+        return base.num_embeddings, base.embedding_dim
+    if isinstance(base, Conv1D):
+        return base.weight.shape[0], base.weight.shape[1]
+    if isinstance(base, (nn.modules.conv._ConvNd, nn.Bilinear)):
+        return None
+    for names in (("in_features", "out_features"), ("infeatures", "outfeatures")):
+        sizes = tuple(getattr(base, name, None) for name in names)
+        if isinstance(sizes[0], int) and isinstance(sizes[1], int):
+            return sizes[0], sizes[1]
+    return None
+
+
+def dense_weight(base: nn.Module, path: str) -> Tensor:
+    """The weight as (out, in). Raises InputError where the base holds it in another form (quantised)."""
+    weight, sizes = getattr(base, "weight", None), features(base)
+    if isinstance(weight, Tensor) and weight.is_floating_point() and sizes is not None:
+        turned = weight.t() if isinstance(base, (nn.Embedding, Conv1D)) else weight
+        if type(weight) in (Tensor, nn.Parameter) and tuple(turned.shape) == (sizes[1], sizes[0]):
+            return turned.detach()
+    raise InputError(
+        f"a DoRA adapter touches '{path}', whose base weight is not a dense floating-point matrix "
+        f"({type(base).__name__}); DoRA needs its norm",
+        "load the base unquantised, or leave the DoRA adapter out",
+    )
