@@ -31,8 +31,11 @@ class Stub:
         self.adapters = ("even", "other")
         self.device = torch.device("cpu")
         self.muted: frozenset[str] = frozenset()
-        self.mode, self.router = "auto", None
         self.blocks: list[list[int]] = []
+
+    @property
+    def routing(self) -> object:
+        return self.muted
 
     def forward(
         self, input_ids: torch.Tensor, *, route: Any = None, past_key_values: Any, use_cache: bool
@@ -49,7 +52,7 @@ class Stub:
             indices=chosen.numpy().astype(np.int16),
             gates=np.ones(chosen.shape, np.float32),
             adapters=self.adapters,
-            scores=np.log(np.full((len(ids), 1, 2), 0.5, np.float32)),
+            scores=np.log(np.full((len(ids), 1, 2), 0.5, np.float32)) if route is None else None,
             experts=("even", "__base__"),
         )
         return SimpleNamespace(logits=output.logits, trace=trace, past_key_values=output.past_key_values)

@@ -53,6 +53,7 @@ def command(
     route: Annotated[str, typer.Option(help="auto: the router; off: the base; NAME: one adapter.")] = "auto",
     mute: Annotated[Names, typer.Option(help="Adapter that no token may take; may be given again.")] = None,
     base: options.Base = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     backend: Annotated[str, typer.Option(help="Dispatch of the adapters: auto or torch.")] = "auto",
@@ -85,13 +86,21 @@ def command(
     from molora_cli.core.chat_template import need_tokenizer, use_template_file
     from molora_cli.core.routed.model import load
 
-    model = load(opened.path, base=base, device=device, dtype=dtype, backend=backend)
+    model = load(
+        opened.path,
+        base=base,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        trust_remote_code=trust_remote_code,
+    )
     if chat_template:
         use_template_file(need_tokenizer(model.tokenizer), chat_template)
     session = ChatSession(model, plain=plain, notify=out.warn)
     session.settings, session.route = settings, route
     session.conversation.system = system
-    model.muted = frozenset(mute or ())
+    if mute:
+        model.muted = frozenset(mute)
     palette = Palette(model.adapters, out.stdout)
     if question is not None:
         _answer_once(session, question, out, palette)

@@ -155,7 +155,8 @@ class ChatSession:
     def auto(self) -> None:
         """The router decides again and nothing is muted."""
         self.route = "auto"
-        self.model.muted = frozenset()
+        if self.model.muted:
+            self.model.muted = frozenset()
 
     def clear(self) -> None:
         """Forget what was said; the system text, the settings and the routing stay."""

@@ -156,6 +156,8 @@ def render(
 def encode_messages(tokenizer: Any, messages: Sequence[Message], notify: Notify | None = None) -> list[int]:
     """Prompt ids of `messages`, ending where the answer begins. Raises InputError as `render` does."""
     text = render(tokenizer, messages, notify=notify)
+    if not text.strip():  # also what the sandbox makes of an attribute that it hides
+        raise InputError(f"the chat template of {_place(tokenizer)} gives an empty text", _WAY_OUT)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -89,7 +89,10 @@ class DecodeCache:
         if common == 0:
             return None, 0
         if common < len(self.ids):
-            past.crop(common - len(self.ids))  # negative: that many from the end, in every version
+            try:
+                past.crop(common - len(self.ids))  # negative: that many from the end, in every version
+            except RuntimeError:  # recurrent states and full sliding windows cannot go back
+                return None, 0
         return past, common
 
     def put(self, past: Any, ids: list[int], routing: object) -> None:
@@ -212,21 +215,12 @@ def check_route(model: Any, route: str) -> str:
     )
 
 
-def _routing(model: Any, route: str) -> object:
-    """What a cached prefix depends on besides its ids: compared, never looked into."""
-    if route != "auto":
-        return route
-    router = model.router
-    return ("auto", model.mode, model.muted, router and (router.k, router.temperature))
-
-
-def _last_route(trace: Any, adapters: Sequence[str], routed: bool) -> TokenRoute:
-    """The route of the last position of a forward; routed: a router chose it, so its scores belong to it."""
+def _last_route(trace: Any, adapters: Sequence[str]) -> TokenRoute:
     indices = tuple(tuple(int(i) for i in group) for group in trace.indices[-1])
     gates = tuple(tuple(float(g) for g in group) for group in trace.gates[-1])
     names = tuple(tuple("base" if i == BASE else adapters[i] for i in group) for group in indices)
     scores: tuple[tuple[tuple[str, float], ...], ...] = ()
-    if routed and trace.scores is not None:
+    if trace.scores is not None:
         experts = ["base" if e == "__base__" else e for e in trace.experts]
         scores = tuple(tuple(zip(experts, map(float, group), strict=True)) for group in trace.scores[-1])
     return TokenRoute(indices, gates, names, scores)
@@ -255,7 +249,8 @@ def stream_ids(
         )
     room = max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids))
     fixed = None if route == "auto" else model.adapters.index(route) if route != "off" else BASE
-    run = _Run(model, fixed, _routing(model, route), sampler or Sampler(), stop, cache or DecodeCache())
+    routing = model.routing if route == "auto" else route
+    run = _Run(model, fixed, routing, sampler or Sampler(), stop, cache or DecodeCache())
     return run.decode(list(ids), room, limit if room < max_new_tokens else None, notify)
 
 
@@ -303,7 +298,7 @@ class _Run:
                 reason = "stop"
                 break
             piece, complete = text.push(token)
-            route = _last_route(output.trace, self.model.adapters, self.fixed is None)
+            route = _last_route(output.trace, self.model.adapters)
             logprob = float(logits[token] - logits.logsumexp(0))
             held.append(TokenEvent(token, piece, route, logprob))
             # the last event waits while a letter is unfinished, so that there is one to carry what the end
