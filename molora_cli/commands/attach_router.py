@@ -2,14 +2,116 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
 import typer
+
+from molora_cli import options
+from molora_cli.out import Out
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Typer resolves these annotations at run time, on Python 3.10 too, so they are spelt with Optional
+Names = Optional[list[str]]  # noqa: UP045
+Word = Optional[str]  # noqa: UP045
+Whole = Optional[int]  # noqa: UP045
+Number = Optional[float]  # noqa: UP045
+
+EPILOG = """Examples:
+
+molora attach-router my-bundle --kind centroid --data math=math.jsonl --data code=code.jsonl
+
+molora attach-router my-bundle --kind vocab --rule "code=regex:[{};]" --before
+"""
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("attach-router")(command)
+    app.command("attach-router", epilog=EPILOG)(command)
 
 
-def command() -> None:
-    """Placeholder while the house is being built."""
-    raise NotImplementedError
+def command(
+    bundle: Annotated[Path, typer.Argument(help="Folder of the bundle.")],
+    kind: Annotated[
+        str, typer.Option(help="vocab: rules on token ids; centroid: a few examples; fixed; uniform.")
+    ],
+    expert: Annotated[
+        Names, typer.Option(help="fixed: NAME, or NAME=WEIGHT several times. 'base' is no adapter.")
+    ] = None,
+    rule: Annotated[
+        Names,
+        typer.Option(
+            help="vocab: NAME=RULE, say math=regex:^[0-9]+$; RULE is ids:1,2,5-9, range:1000-1999, "
+            "token:TEXT, regex:PATTERN or class:special, digit, space."
+        ),
+    ] = None,
+    rest: Annotated[
+        Word, typer.Option(help="vocab: who takes the other tokens: NAME, base, or none.")
+    ] = None,
+    data: options.Data = None,
+    top_k: Annotated[Whole, typer.Option(help="centroid: adapters per token.")] = None,
+    temperature: Annotated[Number, typer.Option(help="centroid: above 1 softens gates.")] = None,
+    before: Annotated[
+        bool, typer.Option("--before", help="vocab: put the rules before the present router.")
+    ] = False,
+    base: options.Base = None,
+    seed: options.Seed = 0,
+    force: options.Force = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Give a bundle a router without training: rules, nearest examples, or constant gates."""
+    from molora_cli.core.bundle.store import Bundle
+    from molora_cli.core.router.attach import Request, attach
+
+    out = Out(json_mode=json, quiet=quiet)
+    opened = Bundle.open(bundle, base)
+    request = Request(
+        kind=kind,
+        experts=expert or (),
+        rules=rule or (),
+        rest=rest,
+        data=data or (),
+        top_k=top_k,
+        temperature=temperature,
+        before=before,
+        seed=seed,
+    )
+    with out.progress("reading examples") as ticker:
+        made = attach(opened, request, force=force, ticker=ticker)
+    for warning in [*opened.warnings, *made.notes]:
+        out.warn(warning)
+    if not dry_run:
+        opened.set_router(made.spec, made.tensors)
+    size = sum(t.numel() * t.element_size() for t in made.tensors.values())
+    document = {"bundle": str(bundle), "written": not dry_run, "bytes": size, **made.summary}
+    out.result(document, lambda console: _show(console, document))
+
+
+def _show(console: Console, document: dict[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from molora_cli.text import printable
+
+    did = "router of" if document["written"] else "dry run, nothing written: router of"
+    console.print(Text(f"{did} {printable(document['bundle'])}: {document['kind']}", style="bold"))
+    columns = {
+        "weight": document.get("weights"),
+        "tokens": document.get("tokens"),
+        "held-out accuracy": document.get("held_out_accuracy"),
+    }
+    columns = {title: values for title, values in columns.items() if values}
+    table = Table(box=None)
+    table.add_column("expert")
+    for title in columns:
+        table.add_column(title, justify="right")
+    for name in document["experts"]:
+        cells = [values.get(name) for values in columns.values() if values]
+        table.add_row(name.replace("__base__", "base"), *("" if c is None else f"{c:g}" for c in cells))
+    console.print(table)
+    if document.get("left"):
+        console.print(f"{document['left']} other tokens are left to the next router")

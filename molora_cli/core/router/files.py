@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def stage_tensors(tensors: Mapping[str, Any], stage: int) -> dict[str, Any]:
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def join_tensors(stages: list[Mapping[str, Any]]) -> dict[str, Any]:
+def join_tensors(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The file's tensors from each stage's own."""
     return {tensor_name(i, name): value for i, own in enumerate(stages) for name, value in own.items()}
 

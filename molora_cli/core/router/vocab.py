@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from molora_cli.core.pieces import token_pieces
 from molora_cli.core.router.kinds import IdStage, Scores, State, Surroundings, register_kind, stage_tensor
 from molora_cli.core.router.pattern import matching
 from molora_cli.core.router.spec import StageSpec
@@ -51,14 +52,10 @@ class Vocabulary:
     def of(cls, tokenizer: Any, size: int) -> Vocabulary:
         """The vocabulary of a transformers tokenizer. Ids up to `size` (rows of the embedding) that it does
         not use have an empty text."""
-        known = min(size, len(tokenizer))
-        pieces = tokenizer.convert_ids_to_tokens(list(range(known)))
-        texts = tokenizer.batch_decode([[i] for i in range(known)], clean_up_tokenization_spaces=False)
-        # sentencepiece decoders drop the space that opens a text; it is part of the token
-        pairs = zip(pieces, texts, strict=True)
-        shown = [" " + t if (p or "").startswith("\u2581") and not t.startswith(" ") else t for p, t in pairs]
-        added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        return cls((*shown, *[""] * (size - known)), frozenset(added | set(tokenizer.all_special_ids)))
+        pieces = token_pieces(tokenizer.backend_tokenizer, range(size))
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        texts = tuple(pieces.get(i, "") for i in range(size))
+        return cls(texts, frozenset(special | set(tokenizer.all_special_ids)))
 
 
 def parse_rule(text: str) -> Rule:
