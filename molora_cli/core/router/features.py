@@ -89,9 +89,9 @@ def _running_sums(e: Tensor, state: State, decays: Sequence[float], chunk: int) 
 
     carried = state["sums"].to(e.dtype)
     carries = []  # sums before each chunk
-    for index in range(chunks):
+    for end in local[:, :, -1].unbind(1):  # unbind: indexing would cost a full gradient tensor per chunk
         carries.append(carried)
-        carried = torch.addcmul(local[:, index, -1], powers[size].unsqueeze(-1), carried)
+        carried = torch.addcmul(end, powers[size].unsqueeze(-1), carried)
     before = torch.stack(carries, dim=1).unsqueeze(2)  # (B, N, 1, D, p)
     sums = torch.addcmul(local, powers[1 : size + 1].unsqueeze(-1), before)
     sums = sums.reshape(batch, chunks * size, len(decays), width)[:, :length]
