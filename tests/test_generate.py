@@ -37,12 +37,10 @@ class Stub:
     def routing(self) -> object:
         return self.muted
 
-    def forward(
-        self, input_ids: torch.Tensor, *, route: Any = None, past_key_values: Any, use_cache: bool
-    ) -> Any:
+    def forward(self, input_ids: torch.Tensor, *, route: Any = None, **named: Any) -> Any:
         ids = input_ids[0]
         self.blocks.append(ids.tolist())
-        output = self.base(input_ids, past_key_values=past_key_values, use_cache=use_cache)
+        output = self.base(input_ids, **named)
         chosen = (
             torch.where(ids % 2 == 0, 0, -1)[:, None, None] if route is None else route.indices[0][:, None]
         )
@@ -55,7 +53,7 @@ class Stub:
             scores=np.log(np.full((len(ids), 1, 2), 0.5, np.float32)) if route is None else None,
             experts=("even", "__base__"),
         )
-        return SimpleNamespace(logits=output.logits, trace=trace, past_key_values=output.past_key_values)
+        return SimpleNamespace(trace=trace, **output)
 
 
 @pytest.fixture

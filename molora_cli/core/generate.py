@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -266,15 +267,20 @@ class _Run:
     stop: frozenset[int]
     cache: DecodeCache
 
-    def _forward(self, block: list[int], past: Any) -> Any:
-        route = None
+    def _forward(self, block: list[int], past: Any) -> tuple[Any, Any]:
+        """The output of the base on a block of ids (logits of the last position at least), and its cache."""
+        takes = inspect.signature(self.model.base.forward).parameters
+        # renamed in transformers 5.24
+        name = "cache" if "cache" in takes else "past_key_values"
+        named: dict[str, Any] = {name: past, "use_cache": True}
+        if "logits_to_keep" in takes:
+            named["logits_to_keep"] = 1
         if self.fixed is not None:
-            route = Route.constant(
-                [self.fixed], [float(self.fixed != BASE)], 1, len(block), self.model.device
-            )
-        ids = torch.tensor([block], device=self.model.device)
+            gate = float(self.fixed != BASE)
+            named["route"] = Route.constant([self.fixed], [gate], 1, len(block), self.model.device)
         with torch.no_grad():
-            return self.model.forward(ids, route=route, past_key_values=past, use_cache=True)
+            output = self.model.forward(torch.tensor([block], device=self.model.device), **named)
+        return output, getattr(output, name)
 
     def decode(self, ids: list[int], room: int, limit: int | None, notify: Notify | None) -> _Events:
         """Up to `room` events after the prompt `ids`; limit: the context length where it is what set
@@ -286,8 +292,7 @@ class _Run:
         reason = "length" if limit is None else "context"
         for made in range(1, room + 1):
             self.cache.past = None  # until the forward is through
-            output = self._forward(block, past)
-            past = output.past_key_values
+            output, past = self._forward(block, past)
             fed.extend(block)
             self.cache.put(past, fed, self.routing)
             logits = output.logits[0, -1].float().cpu()
