@@ -13,6 +13,7 @@ import torch
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from molora_cli.core.routed.route import Route
 from molora_cli.core.router import kinds
 from molora_cli.core.router.constant import fixed_spec, uniform_spec
 from molora_cli.core.router.files import join_tensors, load_tensors, save
@@ -297,3 +298,38 @@ def test_a_stage_that_misbehaves_is_named() -> None:
         stack((spec, table([[[1, 2, 3]], [[1, 2, 3]]])))
     with pytest.raises(MoloraError, match="lacks the tensor 'table'"):
         stack((spec, {}))
+
+
+def test_unknown_kind_with_three_groups_through_the_model(tiny_llama: Path) -> None:
+    """Routed by the stack, the model gives what the same routes give when they are handed to it."""
+    from transformers import AutoModelForCausalLM
+
+    from molora_cli.core.adapter.factors import Factors
+    from molora_cli.core.routed.model import RoutedModel
+
+    generator = torch.Generator().manual_seed(0)
+
+    def factors() -> Factors:
+        return Factors(
+            torch.randn(2, 64, generator=generator), torch.randn(64, 2, generator=generator) * 0.1, 1.0
+        )
+
+    targets = [f"model.layers.{i}.self_attn.q_proj" for i in range(4)]
+    adapters = {name: {t: factors() for t in targets} for name in ADAPTERS}
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    values = torch.randn(320, 3, 3, generator=generator).tolist()
+    router = stack((THREE_GROUPS, table(values)))
+    model = RoutedModel.from_parts(base, adapters, router=router)
+    ids = torch.randint(64, 320, (2, 12), generator=generator)
+    with torch.no_grad():
+        decided = model(ids)
+        route = router.decide(ids, None, router.start(2))[0].route
+        given = model(ids, route=route)
+        flat = model(ids, route=Route(route.indices[:, :, 0], route.gates[:, :, 0]))
+        model.off()
+        bare = model(ids)
+    assert route.indices.shape == (2, 12, 3, 1)
+    assert torch.equal(decided.logits, given.logits)
+    assert np.array_equal(decided.trace.indices.reshape(2, 12, 3, 1), route.indices.numpy())
+    assert not torch.allclose(decided.logits, flat.logits, atol=1e-4), "layer groups must matter"
+    assert not torch.allclose(decided.logits, bare.logits, atol=1e-4)

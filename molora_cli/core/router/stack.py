@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,6 +54,9 @@ class RouterStack:
         self.spec = spec
         self.adapters = tuple(adapters)
         self.device = torch.device(around.device)
+        if self.device.type == "mps":  # has no float64
+            self.device = torch.device("cpu")
+        around = replace(around, device=self.device)
         self.stages: list[IdStage] = []
         for index, stage in enumerate(spec.stages):
             if stage.margin > 0:
@@ -127,8 +130,10 @@ class RouterStack:
     def decide(self, ids: Tensor, mask: Tensor | None, state: list[State]) -> tuple[Decision, list[State]]:
         """Routes of the next block of tokens, and the state after it; `state` is left unchanged.
 
-        ids (B, T) integers; mask (B, T) bool, False = padding, None = none.
+        ids (B, T) integers; mask (B, T) bool, False = padding, None = none. The route is on the device of
+        ids, scores and state are on the router's.
         """
+        where = ids.device
         ids = ids.to(self.device, torch.int64)
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(self.device, torch.bool)
         batch, length = ids.shape
@@ -155,7 +160,8 @@ class RouterStack:
             left = open_[:, :, None].expand(shape)
             scores[..., self.experts.index(BASE_EXPERT)][left] = 0.0
             gates[..., 0][left] = 1.0
-        return Decision(Route(indices, gates.to(torch.float32)), scores, self.experts), after
+        route = Route(indices.to(where), gates.to(torch.float32).to(where))
+        return Decision(route, scores, self.experts), after
 
     def _stage_k(self, stage: IdStage) -> int:
         wanted = self._k if self._k is not None and stage.tunable else stage.spec.k
