@@ -1,6 +1,6 @@
 """What an adapter_config.json says, and whether molora can honour all of it.
 
-A field that changes the mathematics is either understood or the reason for a refusal: nothing active is ignored.
+A field that changes the function is understood or the reason for a refusal: nothing active is ignored.
 (Fields and their defaults: PEFT's LoraConfig, 0.2 to 0.21.)
 """
 
@@ -20,17 +20,18 @@ _ADAPTER = "give a LoRA adapter made by PEFT"
 # fields that describe the training or the origin and never the function
 _SILENT = frozenset(
     {
-        "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "layers_pattern", "lora_dropout",
-        "lora_ga_config", "corda_config", "loftq_config", "megatron_core", "merge_weights", "model_type",
-        "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
-        "transformers_version", "velora_config",
+        "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "layers_pattern",
+        "lora_dropout", "lora_ga_config", "corda_config", "loftq_config", "megatron_core", "merge_weights",
+        "model_type", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config",
+        "task_type", "transformers_version", "velora_config",
     }
 )  # fmt: skip
 # fields that the reader honours
 _HONOURED = frozenset(
     {
-        "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "fan_in_fan_out",
-        "target_modules", "exclude_modules", "layers_to_transform", "init_lora_weights", "ensure_weight_tying",
+        "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias",
+        "fan_in_fan_out", "target_modules", "exclude_modules", "layers_to_transform", "init_lora_weights",
+        "ensure_weight_tying",
     }
 )  # fmt: skip
 # active: reason and remedy
@@ -81,15 +82,16 @@ _TASKS_OF_TEXT = frozenset({"CAUSAL_LM", "SEQ_2_SEQ_LM"})
 # auto_mapping names the module of the base's class: these families are no causal language models
 _OTHER_FAMILIES = frozenset(
     {
-        "whisper", "wav2vec2", "hubert", "speech_to_text", "t5", "mt5", "bart", "mbart", "pegasus", "marian", "bert",
-        "roberta", "distilbert", "deberta_v2", "electra", "vit", "clip", "siglip", "dinov2", "dinov3", "sam",
+        "whisper", "wav2vec2", "hubert", "speech_to_text", "t5", "mt5", "bart", "mbart", "pegasus", "marian",
+        "bert", "roberta", "distilbert", "deberta_v2", "electra", "vit", "clip", "siglip", "dinov2", "dinov3",
+        "sam",
     }
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why an adapter is refused: the config field at fault ("" where it is the file as a whole), why, the way out."""
+    """Why an adapter is refused: the field at fault ("": the file as a whole), why, the way out."""
 
     field: str
     why: str
@@ -102,7 +104,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Classification:
-    """kind: "lora", "xlora", "mlx", "peft-other" or "unknown". `reasons` empty: supported. `notes` are for the user."""
+    """kind: "lora", "xlora", "mlx", "peft-other" or "unknown". No `reasons`: supported."""
 
     kind: str
     reasons: tuple[Reason, ...] = ()
@@ -113,7 +115,7 @@ class Classification:
         return not self.reasons
 
     def as_dict(self) -> dict[str, Any]:
-        """A JSON document: verdict "supported" or "refused", the kind, reasons with fields and remedies, notes."""
+        """As JSON: verdict "supported" or "refused", the kind, reasons with fields and remedies, notes."""
         return {
             "verdict": "supported" if self.supported else "refused",
             "kind": self.kind,
@@ -124,7 +126,7 @@ class Classification:
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The numbers of a supported config, validated. Patterns map PEFT's keys (regex suffixes) to a rank or alpha."""
+    """The numbers of a supported config. Patterns map PEFT's keys (regex suffixes) to a rank or alpha."""
 
     r: int
     alpha: float
@@ -327,7 +329,7 @@ def _check_init(config: dict[str, Any], found: _Findings) -> None:
             "init_lora_weights",
             f"'{shorten(str(init), 40)}' changed the base's weights before training; "
             "on the original base this adapter is wrong",
-            "convert it where it was trained: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+            "convert it where it was trained: save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
     elif text not in _INITS_KEEPING_BASE:
         found.refuse(
@@ -341,7 +343,7 @@ def _note_base(config: dict[str, Any], found: _Findings) -> None:
     base = config.get("base_model_name_or_path")
     if isinstance(base, str) and quantised_name(base):
         found.notes.append(
-            f"trained on a quantised base ({shorten(base, 80)}); on the full-precision base results differ a little"
+            f"trained on a quantised base ({shorten(base, 80)}); on the full one results differ a little"
         )
     targets = config.get("target_modules")
     if isinstance(targets, list) and len(set(map(str, targets))) < len(targets):
@@ -356,7 +358,7 @@ def quantised_name(base: str) -> bool:
 
 
 def settings(config: dict[str, Any]) -> LoraSettings:
-    """The numbers of a config that `classify` found supported; PEFT's defaults (r 8, alpha 8) fill what is missing."""
+    """The numbers of a supported config; PEFT's defaults (r 8, alpha 8) fill what is missing."""
     return LoraSettings(
         r=int(config.get("r", 8)),
         alpha=float(config.get("lora_alpha", 8)),

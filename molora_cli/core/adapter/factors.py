@@ -30,8 +30,8 @@ class Factors:
 
     A: (r, in), B: (out, r); for an embedding `in` is the vocabulary and a row of A^T takes the place of A x.
     Without magnitude the module adds scale * (B (A x) + bias); bias: (out,) or None (PEFT's lora_bias).
-    magnitude: (out,) or None (DoRA, arXiv 2402.09353 eq. 5): with W' = W + scale * B A and n its row norms over
-    the inputs, the module is magnitude / n * (W' x) plus the base's own bias.
+    magnitude: (out,) or None (DoRA, arXiv 2402.09353 eq. 5): with W' = W + scale * B A and n its row norms
+    over the inputs, the module is magnitude / n * (W' x) plus the base's own bias.
     Tensors keep the file's dtype (float64 becomes float32); scale is a Python float.
     """
 
@@ -60,10 +60,10 @@ def load_factors(adapter: Adapter) -> dict[str, Factors]:
 
 
 def load_bundle_factors(folder: Path, entry: AdapterEntry) -> dict[str, Factors]:
-    """The factors of one adapter inside a bundle: `folder` is its canonical PEFT folder, `entry` the manifest's.
+    """The factors of one adapter in a bundle: `folder` is its canonical PEFT folder, `entry` the manifest's.
 
-    The scale of each module is the manifest's. Raises InputError where the file's modules or ranks are not those
-    of the manifest.
+    The scale of each module is the manifest's. Raises InputError where the file's modules or ranks are not
+    those of the manifest.
     """
     path = folder / WEIGHTS[0]
     file = TensorFile(path, read_header(path).tensors)
@@ -72,7 +72,7 @@ def load_bundle_factors(folder: Path, entry: AdapterEntry) -> dict[str, Factors]
     if set(modules) != set(entry.modules):
         odd = sorted(set(modules) ^ set(entry.modules))
         raise InputError(
-            f"{path} does not hold the modules that the manifest lists ({len(odd)} differ: {shorten(odd[0])})",
+            f"{path} does not hold the manifest's modules ({len(odd)} differ: {shorten(odd[0])})",
             "compose the bundle again",
         )
     found: dict[str, Factors] = {}
@@ -81,7 +81,7 @@ def load_bundle_factors(folder: Path, entry: AdapterEntry) -> dict[str, Factors]
         tensors = {role: _tensor(file.infos[n.key].dtype, file.array(n.key)) for role, n in roles.items()}
         if "A" not in tensors or "B" not in tensors or tensors["A"].shape[0] != listed.rank:
             raise InputError(
-                f"{path}: the factors of {shorten(module)} are not of rank {listed.rank} as the manifest says",
+                f"{path}: {shorten(module)} is not of rank {listed.rank} as the manifest says",
                 "compose the bundle again",
             )
         kind = "embedding" if roles["A"].embedding else "linear"

@@ -1,4 +1,4 @@
-"""Files from strangers: opened only where regular, read only up to a bound, told apart by their first bytes."""
+"""Files from strangers: opened where regular, read up to a bound, told apart by their first bytes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _LFS_SIZE = re.compile(rb"^size (\d{1,18})\s*$", re.MULTILINE)
 def refuse_impostors(path: Path, start: bytes) -> None:
     """Say what a file really is where its first bytes are those of a pointer, a page or another format.
 
-    Raises InputError for a Git LFS pointer, a git-annex pointer, a web page, a JSON or text answer, an archive.
+    Raises InputError for a Git LFS pointer, a git-annex pointer, a web page, a gzip archive.
     """
     head = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     if head.startswith(b"version https://git-lfs"):

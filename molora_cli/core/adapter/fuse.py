@@ -1,7 +1,7 @@
-"""Separate projections of an adapter on a base that fuses them (Phi-3: q, k, v in qkv_proj; gate, up in gate_up_proj).
+"""Separate projections of an adapter on a base that fuses them (Phi-3: q, k, v in qkv_proj).
 
-Exact: with A_i (r_i, in) and B_i (out_i, r_i), the fused factors are A = [A_1; A_2; ...] and B block-diagonal,
-each B_i in the rows of its projection; rows of a projection without an adapter are zero.
+Exact: with A_i (r_i, in) and B_i (out_i, r_i), the fused factors are A = [A_1; A_2; ...] and B block-
+diagonal, each B_i in the rows of its projection; rows of a projection without an adapter are zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from molora_cli.core.adapter.types import ModuleLora
 if TYPE_CHECKING:
     from molora_cli.core.base.structure import BaseModules
 
-# model type -> fused leaf -> separate leaves in the order of the fused rows. Only families whose layout was checked.
+# model type -> fused leaf -> separate leaves in the order of the rows. Only families that were checked.
 _LAYOUTS = {"phi3": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}}
 
 
@@ -33,14 +33,15 @@ def _phi3_rows(config: Mapping[str, Any]) -> dict[str, int]:
     pairs = _number(config, "num_key_value_heads") or heads
     inner = _number(config, "intermediate_size")
     return {
-        "q_proj": heads * dim, "k_proj": pairs * dim, "v_proj": pairs * dim, "gate_proj": inner, "up_proj": inner
+        "q_proj": heads * dim, "k_proj": pairs * dim, "v_proj": pairs * dim,
+        "gate_proj": inner, "up_proj": inner,
     }  # fmt: skip
 
 
 def fused_home(
     path: str, base: BaseModules, find: Callable[[str], str | None]
 ) -> tuple[str, tuple[int, int]] | None:
-    """For a separate projection's path, the base's fused module and the rows it takes there; None where there is none.
+    """For a separate projection's path, the base's fused module and the rows it takes there, or None.
 
     `find` maps a file's module path to the base's. The rows must add up to the fused module's size.
     """
@@ -60,8 +61,8 @@ def fused_home(
 def factor_arrays(file: TensorFile, module: ModuleLora) -> dict[str, tuple[str, NDArray[Any]]]:
     """The arrays of one module by role ("A", "B", "bias", "magnitude") with their safetensors dtypes.
 
-    As they are in the file, except for a module made of parts: those come as float32, each part's scale relative to
-    the module's folded into its rows of B.
+    As they are in the file, except for a module made of parts: those come as float32, each part's scale
+    relative to the module's folded into its rows of B.
     """
     if not module.parts:
         return {role: (file.infos[key].dtype, file.array(key)) for role, key in module.keys.items()}

@@ -1,6 +1,6 @@
 """The header of a .safetensors file, checked before a byte of data is touched. No torch.
 
-Format: 8 bytes little-endian header length N, N bytes of JSON {name: {dtype, shape, data_offsets}}, then the data.
+Format: 8 bytes little-endian header length N, N bytes of JSON {name: {dtype, shape, data_offsets}}, data.
 Tensors must cover the data part exactly, without gaps or overlaps.
 """
 
@@ -125,11 +125,13 @@ def _tensor(path: Path, name: str, entry: Any, data: int, size: int) -> TensorIn
     needed = math.prod(shape) * SIZES[dtype]  # Python integers: no overflow
     if end < begin or end - begin != needed:
         raise damaged(
-            f"of shape {shape} and dtype {dtype} needs {needed} bytes, its offsets {begin} to {end} give {end - begin}"
+            f"of shape {shape} and dtype {dtype} needs {needed} bytes, "
+            f"its offsets {begin} to {end} give {end - begin}"
         )
     if data + end > size:
         raise InputError(
-            f"{shown(path)} is incomplete: tensor '{shorten(name, 120)}' ends at byte {data + end}, the file has {size}",
+            f"{shown(path)} is incomplete: it needs {data + end} bytes, has {size} "
+            f"(tensor '{shorten(name, 120)}')",
             _AGAIN,
         )
     return TensorInfo(name, dtype, tuple(shape), data + begin, data + end)
@@ -150,6 +152,6 @@ def _check_cover(path: Path, tensors: list[TensorInfo], data: int, size: int) ->
         position = info.stop
     if position != size:
         raise InputError(
-            f"{shown(path)} has {size - position} bytes that belong to no tensor (it needs {position}, has {size})",
+            f"{shown(path)} has {size - position} bytes of no tensor (it needs {position}, has {size})",
             _AGAIN,
         )

@@ -1,4 +1,4 @@
-"""From an adapter's named tensors to modules of a base: every tensor lands, with the right shape and scale, or none."""
+"""From an adapter's named tensors to modules of a base: all land, with the right shape and scale, or none."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _WRONG_BASE = "give the base that it was trained on: --base ..."
 
 @dataclass(frozen=True)
 class Matched:
-    """modules: by path in the base; in_file: how many modules the file adapts; renamed: file path -> base path,
-    where they differ."""
+    """modules: by path in the base; in_file: how many the file adapts; renamed: file path -> base path."""
 
     modules: dict[str, ModuleLora]
     in_file: int
@@ -52,8 +51,8 @@ def match(
 ) -> Matched:
     """Lay grouped tensors (module path in the file -> role -> Named) onto the base.
 
-    Raises InputError that names the modules at fault: missing halves, unknown modules, layers out of range, shapes
-    or ranks that disagree with each other, the config or the base.
+    Raises InputError that names the module at fault: missing halves, unknown modules, layers out of range,
+    shapes or ranks that disagree with each other, the config or the base.
     """
     _check_halves(found, settings, where)
     index = ModuleIndex(base)
@@ -80,8 +79,8 @@ def match(
         roles, shape, n = found[path], base[home], numbers[path]
         keys = {role: named.key for role, named in roles.items()}
         modules[home] = ModuleLora(
-            home, n.rank, n.alpha, n.scale, shape.in_features, shape.out_features, file.infos[keys["A"]].dtype, keys,
-            shape.kind,
+            home, n.rank, n.alpha, n.scale, shape.in_features, shape.out_features,
+            file.infos[keys["A"]].dtype, keys, shape.kind,
         )  # fmt: skip
     for home, rows in fused.items():
         modules[home] = _fused_module(home, rows, found, numbers, base, settings)
@@ -109,13 +108,13 @@ def _check_halves(found: Mapping[str, Mapping[str, Named]], settings: LoraSettin
         if wanted and len(having) < len(found):
             lacking = next(p for p, roles in found.items() if role not in roles)
             raise InputError(
-                f"{where}: {name} is on, but the {role} of {len(found) - len(having)} of {len(found)} modules is missing "
-                f"({shorten(lacking)})",
+                f"{where}: {name} is on, but the {role} of {shorten(lacking)} is missing "
+                f"({len(found) - len(having)} of {len(found)} modules)",
                 again,
             )
         if having and not wanted:
             raise InputError(
-                f"{where}: '{shorten(found[having[0]][role].key)}' is a {role} tensor, but {name} is off in the config",
+                f"{where}: '{shorten(found[having[0]][role].key)}' is there, but {name} is off in the config",
                 f"set {name} in adapter_config.json to what the adapter was trained with",
             )
 
@@ -130,7 +129,7 @@ def _homes(
     for path, roles in found.items():
         if {"experts", "base_layer"} & set(path.split(".")):
             raise InputError(
-                f"{where}: {shorten(path)} lies in a list of experts; adapters of single experts are not supported",
+                f"{where}: {shorten(path)} lies in a list of experts; adapters of experts are not supported",
                 "give an adapter of the attention and the shared layers only",
             )
         home = index.find(path)
@@ -142,8 +141,8 @@ def _homes(
             lost.append(path)
         elif {"magnitude", "bias"} & set(roles):
             raise InputError(
-                f"{where}: {shorten(path)} is a separate projection with DoRA or lora_bias; the base fuses it "
-                f"({place[0]}), and these cannot be fused exactly",
+                f"{where}: {shorten(path)} has DoRA or lora_bias; the base fuses it ({place[0]}), "
+                "and these cannot be fused exactly",
                 _WRONG_BASE,
             )
         else:
@@ -192,8 +191,8 @@ def _lost(lost: Sequence[str], found: Mapping[str, object], base: BaseModules, w
             _WRONG_BASE,
         )
     return InputError(
-        f"{where}: {len(lost)} of {len(found)} adapted modules do not exist in the base, {len(found) - len(lost)} do "
-        f"({some}); an adapter is never applied in part",
+        f"{where}: {len(lost)} of {len(found)} adapted modules do not exist in the base ({some}), "
+        f"{len(found) - len(lost)} do; an adapter is never applied in part",
         _WRONG_BASE,
     )
 
@@ -246,7 +245,7 @@ def _check_shapes(
     for side, have, need in (("input", a[1], inputs), ("output", b[0], outputs)):
         if have != need:
             raise InputError(
-                f"{where}: {name} has {side} size {have}, the base has {need} ({have} against {need}): another base",
+                f"{where}: {name} has {side} size {have} against {need} in the base",
                 _WRONG_BASE,
             )
     for role in ("magnitude", "bias"):

@@ -1,6 +1,6 @@
 """Tensor names of adapters: what each is, and which module of the base it belongs to.
 
-Trainers leave their marks in names: `base_model.model.` (PEFT), `module.` (DDP), `_orig_mod.` (torch.compile),
+Trainers leave marks in names: `base_model.model.` (PEFT), `module.` (DDP), `_orig_mod.` (torch.compile),
 `.default.` (an adapter's name), `language_model.` (a multimodal wrapper), or no backbone prefix at all.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from molora_cli.errors import InputError
 from molora_cli.text import shorten
 
-# role: "A", "B", "bias" (of B), "magnitude"; embedding LoRA stores A (r, V) and B (d, r) under names of its own
+# an embedding's LoRA stores A (r, V) and B (d, r) under names of its own
 _LORA = re.compile(
     r"(?P<module>.*)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?P<tail>(?:\.[^.]+)*)\Z",
@@ -38,8 +38,11 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class Named:
-    """One tensor's name taken apart. module: path without wrappers' marks; role: "A", "B", "bias", "magnitude";
-    adapter: the adapter's name inside the key, "" where there is none; embedding: stored as lora_embedding_*."""
+    """One tensor's name taken apart.
+
+    module: path without wrappers' marks; role: "A", "B", "bias", "magnitude"; adapter: the adapter's name
+    inside the key, "" where there is none; embedding: stored as lora_embedding_*.
+    """
 
     key: str
     module: str
@@ -93,7 +96,7 @@ def core_path(module: str) -> str:
 
 
 class ModuleIndex:
-    """Looks a file's module paths up among the base's: as they stand, else without containers where unambiguous."""
+    """Looks a file's module paths up among the base's: as they stand, else without containers if unique."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._known = frozenset(modules)
@@ -108,7 +111,7 @@ class ModuleIndex:
 
 
 def group(names: Iterable[Named], where: str) -> dict[str, dict[str, Named]]:
-    """Tensors by module and role. Raises InputError for two tensors in one place or two adapters in one file."""
+    """Tensors by module and role. Raises InputError for two tensors in one place or several adapters."""
     listed = list(names)
     adapters = sorted({n.adapter for n in listed} - {""})
     if len(adapters) > 1:

@@ -121,7 +121,7 @@ def _sort_tensors(file: TensorFile, where: str) -> tuple[list[Named], list[str]]
         )
     if others:
         raise InputError(
-            f"{where}: {len(others)} tensors are no low-rank factors ({_some(others)}), such as full copies of modules",
+            f"{where}: {len(others)} tensors are no low-rank factors but full copies ({_some(others)})",
             "train without modules_to_save, or with LoRA on these modules",
         )
     notes = []
@@ -144,16 +144,17 @@ def _some(keys: list[str]) -> str:
 def _check_types(file: TensorFile, named: list[Named], where: str) -> None:
     empty = [n.key for n in named if file.infos[n.key].count == 0]
     if empty:
+        first = f"'{shorten(empty[0], 100)}' has shape {list(file.infos[empty[0]].shape)}"
         raise InputError(
-            f"{where}: saved without its weights: {len(empty)} of {len(named)} tensors are empty, typical of a "
-            f"sharded save ('{shorten(empty[0], 100)}' has shape {list(file.infos[empty[0]].shape)})",
+            f"{where}: saved without its weights: {len(empty)} of {len(named)} tensors are empty, "
+            f"typical of a sharded save ({first})",
             "gather the weights before saving, and save the adapter again",
         )
     for n in named:
         dtype = file.infos[n.key].dtype
         if dtype not in FLOATS:
             raise InputError(
-                f"{where}: tensor '{shorten(n.key, 120)}' has dtype {dtype}; factors must be {', '.join(FLOATS)}",
+                f"{where}: tensor '{shorten(n.key, 120)}' has dtype {dtype}, not one of {', '.join(FLOATS)}",
                 "save the adapter in a floating-point type",
             )
 

@@ -16,7 +16,7 @@ _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")  # PEFT: the first numbered segment
 
 @dataclass(frozen=True)
 class Targets:
-    """Modules that the config targets among those asked about; `known` is False where that was not worked out."""
+    """Modules that the config targets among those asked about; known: whether that was worked out."""
 
     modules: frozenset[str]
     known: bool = True
@@ -56,8 +56,8 @@ def check_targets(
 ) -> tuple[list[str], Targets]:
     """Notes on a disagreement between config and tensors, and what the config targets in the base.
 
-    in_file: the file's module paths; in_base: the base's. Raises InputError where the config targets no module of
-    either: PEFT would not open such an adapter, and it belongs to another model.
+    in_file: the file's module paths; in_base: the base's. Raises InputError where the config targets none
+    of either: PEFT would not open such an adapter, and it belongs to another model.
     """
     wanted = config.get("target_modules")
     names = sorted({*in_file, *in_base})
@@ -72,7 +72,7 @@ def check_targets(
         shown = shorten(wanted if isinstance(wanted, str) else ", ".join(wanted or []), 80)
         some = ", ".join(shorten(n, 60) for n in in_base[:3])
         raise InputError(
-            f"{where}: target_modules '{shown}' matches no module, neither of the adapter nor of the base ({some}, ...)",
+            f"{where}: target_modules '{shown}' matches no module of the adapter or the base ({some}, ...)",
             "correct target_modules in adapter_config.json, or give the base that the adapter was trained on",
         )
     outside = [n for n in in_file if n not in found.modules]
@@ -94,7 +94,7 @@ def check_targets(
 def resolve_pattern(
     pattern: Mapping[str, float], names: Sequence[str], field: str, where: str
 ) -> tuple[dict[str, float], list[str]]:
-    """PEFT's rank_pattern or alpha_pattern for each name it matches (the first key wins), and notes on idle keys.
+    """PEFT's rank_pattern or alpha_pattern for each matching name (the first key wins); notes on idle keys.
 
     Raises InputError where the patterns take too long.
     """

@@ -1,4 +1,4 @@
-"""The tensors of one weights file as numpy arrays: safetensors mapped from disk, torch's .bin by weights_only.
+"""The tensors of one weights file as numpy arrays: safetensors mapped, torch's .bin by weights_only.
 
 bfloat16 has no numpy type; such tensors come as the uint16 view of their bits.
 """

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,13 @@ from molora_cli.core.adapter.read import canonical_key
 from molora_cli.core.adapter.tensors import open_tensors
 from molora_cli.core.adapter.types import Adapter
 
-_SPELLED = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
-
 
 def write_peft(adapter: Adapter, folder: Path) -> None:
     """adapter_config.json and adapter_model.safetensors in `folder`, which is made where it is missing.
 
     Bytes are copied where the source is canonical already; else names are PEFT's, target_modules lists the
-    adapted modules in full, differing ranks and alphas stand in the patterns, copies of base weights are left out.
+    adapted modules in full, differing ranks and alphas stand in the patterns, copies of base weights
+    are left out.
     Files are flushed to disk; making the whole folder appear at once is the caller's part.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,17 +73,23 @@ def _plain(value: float) -> float | int:
 
 
 def _write_tensors(adapter: Adapter, path: Path) -> None:
-    from safetensors import serialize_file
-
+    """The weights as safetensors (the format is described in header.py), sorted by name."""
     file = open_tensors(adapter.weights)
-    tensors: dict[str, dict[str, Any]] = {}
-    for module, lora in sorted(adapter.modules.items()):
+    tensors: dict[str, tuple[str, NDArray[Any]]] = {}
+    for module, lora in adapter.modules.items():
         for role, (dtype, array) in factor_arrays(file, lora).items():
-            key = canonical_key(module, role, lora.kind == "embedding")
             flat = array.reshape(-1) if role in ("magnitude", "bias") else array
-            tensors[key] = {"dtype": _SPELLED[dtype], "shape": list(flat.shape), "data": _bytes(flat)}
-    serialize_file(tensors, str(path), {"format": "pt"})  # type: ignore[arg-type]
-
-
-def _bytes(array: NDArray[Any]) -> bytes:
-    return np.ascontiguousarray(array).tobytes()
+            tensors[canonical_key(module, role, lora.kind == "embedding")] = dtype, flat
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    # widest types first, as readers expect tensors aligned to their own size
+    for name, (dtype, array) in sorted(tensors.items(), key=lambda t: (-t[1][1].itemsize, t[0])):
+        end = position + array.nbytes
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as handle:
+        handle.write(struct.pack("<Q", len(text)) + text)
+        for name in list(header)[1:]:
+            handle.write(np.ascontiguousarray(tensors[name][1]).tobytes())
