@@ -2,14 +2,148 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
 import typer
+
+from molora_cli import options
+from molora_cli.out import Out
+from molora_cli.recipes import RecipePath, RecipeSection, load_recipe, merge
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from molora_cli.core.training.router_job import Report
+
+# Typer resolves these annotations at run time, on Python 3.10 too, so they are spelt with Optional
+Word = Optional[str]  # noqa: UP045
+Whole = Optional[int]  # noqa: UP045
+Number = Optional[float]  # noqa: UP045
+File = Optional[Path]  # noqa: UP045
+
+EPILOG = """Examples:
+
+molora train-router my-bundle --data math=math.jsonl --data code=code.jsonl
+
+molora train-router my-bundle --data labelled.jsonl --steps 300 --metrics metrics.jsonl --force
+"""
+
+
+class TrainRouterRecipe(RecipeSection):
+    """The `train-router:` section of a recipe."""
+
+    bundle: RecipePath | None = None
+    data: dict[str, RecipePath] | list[RecipePath] | None = None
+    kind: str | None = None
+    steps: int | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    val_share: float | None = None
+    rows: int | None = None
+    mixes: int | None = None
+    max_length: int | None = None
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("train-router")(command)
+    app.command("train-router", epilog=EPILOG)(command)
 
 
-def command() -> None:
-    """Placeholder while the house is being built."""
-    raise NotImplementedError
+def command(
+    bundle: Annotated[File, typer.Argument(help="Folder of the bundle.")] = None,
+    data: options.Data = None,
+    kind: Annotated[Word, typer.Option(help="context (the default): reads token ids only.")] = None,
+    steps: Annotated[Whole, typer.Option(help="Training steps at most (500).")] = None,
+    seed: Annotated[Whole, typer.Option(help="Seed (0); the same one gives the same router.")] = None,
+    top_k: Annotated[Whole, typer.Option("--top-k", help="Adapters per token (1).")] = None,
+    val_share: Annotated[Number, typer.Option(help="Share of documents held out (0.1).")] = None,
+    rows: Annotated[Whole, typer.Option(help="Rows per domain at most (1000).")] = None,
+    mixes: Annotated[Whole, typer.Option(help="Rows that change domain to make (1600).")] = None,
+    max_length: Annotated[Whole, typer.Option(help="Longer rows are cut (512 tokens).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    work_dir: Annotated[
+        File, typer.Option(help="Folder of the checkpoint; default beside the bundle.")
+    ] = None,
+    metrics: Annotated[File, typer.Option(help="Write metrics here as JSON Lines.")] = None,
+    recipe: options.Recipe = None,
+    base: options.Base = None,
+    force: options.Force = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Train the bundle's router on rows of each adapter's domain: chats ("messages") or plain text ("text").
+
+    Takes seconds and no forward of the base. Rows are also mixed with one another, so that the router learns
+    where a text changes its subject. Ctrl-C keeps a checkpoint; --resume goes on from it.
+    """
+    from molora_cli.core.bundle.store import Bundle, default_bundle
+    from molora_cli.core.training.router_job import Job, train_router
+    from molora_cli.core.training.router_rows import RouterSettings
+
+    out = Out(json_mode=json, quiet=quiet)
+    written = load_recipe(recipe, "train-router", TrainRouterRecipe) if recipe is not None else {}
+    plain = RouterSettings()
+    names = ("steps", "seed", "top_k", "val_share", "rows", "mixes", "max_length")
+    given = dict(zip(names, (steps, seed, top_k, val_share, rows, mixes, max_length), strict=True))
+    chosen = merge(
+        {**given, "kind": kind}, written, {**{n: getattr(plain, n) for n in names}, "kind": "context"}
+    )
+    values = {name: setting.value for name, setting in chosen.items()}
+    listed = written.get("data") or []
+    specs = data or ([f"{n}={p}" for n, p in listed.items()] if isinstance(listed, dict) else listed)
+    path = bundle or (Path(written["bundle"]) if written.get("bundle") else default_bundle())
+    job = Job(
+        data=specs,
+        kind=values.pop("kind"),
+        settings=RouterSettings(**values),
+        work=work_dir,
+        resume=resume,
+        force=force,
+        metrics=metrics,
+        again=shlex.join(["molora", *(a for a in sys.argv[1:] if a != "--resume"), "--resume"]),
+    )
+    opened = Bundle.open(path, base)
+    with out.progress("reading rows") as reading, out.progress("training") as training:
+        report = train_router(opened, job, reading=reading, training=training, warn=out.warn)
+    for text in [*opened.warnings, *report.notes]:
+        out.note(text)
+    out.result(report.document, lambda console: _show(console, report))
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value * 100:.1f}"
+
+
+def _show(console: Console, report: Report) -> None:
+    from rich.table import Table
+
+    document: dict[str, Any] = report.document
+    names = [name.replace("__base__", "base") for name in document["experts"]]
+    table = Table(box=None, title="held-out tokens, %", title_justify="left")
+    for title in ("domain", "documents", "right", "prompt", "completion"):
+        table.add_column(title, justify="left" if title == "domain" else "right")
+    for name in names:
+        table.add_column(f"to {name}", justify="right")
+    table.add_column("all tokens", justify="right")
+    for name, shown in zip(document["experts"], names, strict=True):
+        domain = document["domains"][name]
+        total = max(1, sum(domain["took"].values()))
+        table.add_row(
+            shown,
+            str(document["documents"][name]),
+            *(_percent(domain[key]) for key in ("accuracy", "prompt", "completion")),
+            *(_percent(domain["took"][other] / total) for other in document["experts"]),
+            _percent(document["utilisation"][name]),
+        )
+    console.print(table)
+    mixed = document["mixed_accuracy"]
+    parts = [f"entropy {document['entropy']:.3f} nats"]
+    if mixed is not None:
+        parts.insert(0, f"rows that change domain: {mixed:.1%} right")
+    parts.append(f"{document['masked_tokens']} template tokens carry no label")
+    console.print("; ".join(parts))
+    early = f" (stopped early, best at {document['best_step']})" if document["stopped_early"] else ""
+    console.print(f"{document['steps']} steps{early} in {document['seconds']:.0f} s; router written")

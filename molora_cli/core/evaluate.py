@@ -3,7 +3,8 @@
     recovered = (base - x) / (base - own), each the mean NLL per completion token of a domain, in nats
 
 where *own* is the segment's own adapter on every token of the whole sequence. Domains count alike in the
-mean. Intervals are bootstrapped over documents: rows are drawn with replacement, 95 % of the draws lie inside.
+mean. Intervals are bootstrapped over documents: rows are drawn with replacement, 95 % of the draws lie in
+them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Tally:
     sums: Floats
     counts: Floats
 
-    def means(self, rows: NDArray[np.int64] | None = None) -> Floats:
+    def means(self, rows: NDArray[Any] | None = None) -> Floats:
         """Mean NLL per token of each label (L,), NaN where a label has none. rows: a bootstrap draw (n,)."""
         sums = self.sums if rows is None else self.sums[rows]
         counts = self.counts if rows is None else self.counts[rows]
@@ -209,7 +210,7 @@ def recovered(
     n = base.sums.shape[0]
     values = []
     for _ in range(draws):
-        rows = rng.integers(0, n, n)
+        rows = rng.integers(0, n, size=n)
         values.append(np.nanmean(_recovered(base.means(rows), found.means(rows), own.means(rows))))
     low, high = np.nanpercentile(values, [2.5, 97.5])
     return Interval(float(np.nanmean(by_domain)), float(low), float(high)), [float(x) for x in by_domain]
@@ -222,7 +223,7 @@ def mean_nll(tally: Tally, *, draws: int = 1000, seed: int = 0) -> Interval:
     sums, counts = tally.sums.sum(1), tally.counts.sum(1)
     values = []
     for _ in range(draws):
-        rows = rng.integers(0, n, n)
+        rows = rng.integers(0, n, size=n)
         values.append(sums[rows].sum() / max(1.0, counts[rows].sum()))
     low, high = np.percentile(values, [2.5, 97.5])
     return Interval(float(sums.sum() / counts.sum()), float(low), float(high))

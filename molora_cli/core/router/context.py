@@ -130,7 +130,7 @@ def _params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes and decays of the header, checked: a damaged file must not allocate without bound."""
     try:
         decays = tuple(float(a) for a in params["decays"])
-        found = {
+        found: dict[str, Any] = {
             "decays": decays,
             "projection": int(params["projection"]),
             "hidden": int(params["hidden"]),

@@ -1,8 +1,9 @@
 """Trains a context router on labelled tokens: no forward of the base, seconds on a laptop.
 
 Bit-for-bit reproducible on one machine: a step's rows follow from seed and step, dropout from torch's
-generator, whose state is kept in the checkpoint, so that a resumed run ends in the weights of an uninterrupted
-one. It runs on one thread: the matrices are small, and the result must not depend on the number of cores.
+generator, whose state is kept in the checkpoint, so that a resumed run ends in the weights of an
+uninterrupted one. It runs on one thread: the matrices are small, and the result must not depend on the number
+of cores.
 """
 
 from __future__ import annotations

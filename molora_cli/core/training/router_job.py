@@ -1,0 +1,200 @@
+"""`molora train-router` as one call: bundle and rows in, router in the bundle and a report out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from molora_cli.core.base.embedding import read_embedding
+from molora_cli.core.base.model import load_tokenizer
+from molora_cli.core.router.context import ContextStage
+from molora_cli.core.router.files import stage_tensors
+from molora_cli.core.router.kinds import BASE_EXPERT, Surroundings
+from molora_cli.core.training.data import Example, conflicts, read_domains
+from molora_cli.core.training.metrics import Measured, data_warnings, measure, result_warnings
+from molora_cli.core.training.router_loop import CHECKPOINT, train_context
+from molora_cli.core.training.router_rows import RouterSettings, prepare
+from molora_cli.errors import InputError
+from molora_cli.out import Ticker, no_ticks
+from molora_cli.text import shorten
+
+if TYPE_CHECKING:
+    from molora_cli.core.bundle.store import Bundle
+
+_SHOWN_CONFLICTS = 3
+
+
+@dataclass
+class Job:
+    """What the command line asks for. work: folder of the checkpoint, beside the bundle where None; again:
+    the command that resumes; metrics: JSON Lines file."""
+
+    data: Sequence[str]
+    settings: RouterSettings = field(default_factory=RouterSettings)
+    kind: str = "context"
+    work: Path | None = None
+    resume: bool = False
+    force: bool = False
+    metrics: Path | None = None
+    again: str = ""
+
+
+@dataclass
+class Report:
+    """A trained router, already in the bundle. document: for `--json`."""
+
+    measured: Measured
+    warnings: list[str]
+    notes: list[str]
+    document: dict[str, Any]
+
+
+def work_folder(bundle: Bundle) -> Path:
+    """Where a run that was interrupted waits: beside the bundle, never inside it."""
+    path = bundle.path.resolve()
+    return path.parent / f".{path.name}.train-router"
+
+
+def train_router(
+    bundle: Bundle,
+    job: Job,
+    *,
+    reading: Ticker = no_ticks,
+    training: Ticker = no_ticks,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Train a context router on labelled rows and write it into the bundle.
+
+    warn: called for what is wrong with the data before training starts. Raises InputError for rows, names or
+    options that do not fit; router_loop.Interrupted on Ctrl-C.
+    """
+    _check(bundle, job)
+    domains = _domains(bundle, job.data)
+    warnings = _data_warnings(bundle, domains)
+    for text in warnings:
+        warn(text)
+    base_path = bundle.find_base(ticker=reading)
+    tokenizer = load_tokenizer(base_path)
+    if tokenizer is None:
+        raise InputError(
+            f"the base {base_path} has no tokenizer", "put its tokenizer.json beside its weights"
+        )
+    rows = prepare(domains, tokenizer, job.settings, ticker=reading)
+    embedding = read_embedding(base_path)
+    work = job.work or work_folder(bundle)
+    with ExitStack() as stack:
+        record = _recorder(job, stack)
+        trained = train_context(
+            rows,
+            embedding,
+            job.settings,
+            work=work,
+            resume=job.resume,
+            again=job.again,
+            ticker=training,
+            record=record,
+        )
+        stage = ContextStage(
+            trained.spec.stages[0],
+            stage_tensors(trained.tensors, 0),
+            Surroundings(n_layers=1, embedding=embedding),
+        )
+        measured = measure(stage, rows)
+        trained.spec.tokenizer = bundle.manifest.base.fingerprint.tokenizer
+        trained.spec.training["held_out"] = measured.document()
+        record({"step": trained.steps, "final": measured.document()})
+    bundle.set_router(trained.spec, trained.tensors)
+    _remove(work)
+    found = result_warnings(measured)
+    for text in found:
+        warn(text)
+    document = {
+        "bundle": str(bundle.path),
+        "kind": job.kind,
+        "experts": list(rows.experts),
+        "k": job.settings.top_k,
+        "steps": trained.steps,
+        "best_step": trained.best_step,
+        "stopped_early": trained.stopped_early,
+        "seconds": round(trained.seconds, 2),
+        "documents": rows.documents,
+        **measured.document(),
+        "warnings": warnings + found,
+        "notes": rows.notes,
+    }
+    return Report(measured, warnings + found, rows.notes, document)
+
+
+def _check(bundle: Bundle, job: Job) -> None:
+    if job.kind != "context":
+        raise InputError(
+            f"train-router trains no router of kind '{shorten(job.kind, 40)}'",
+            "--kind context; routers without training: molora attach-router BUNDLE --kind ...",
+        )
+    if not job.data:
+        raise InputError("no training rows were given", "give --data NAME=FILE once for each adapter")
+    if bundle.manifest.routing is not None and not job.force:
+        raise InputError(
+            f"{bundle.path} has a router already ({shorten(bundle.manifest.routing.kind, 40)})",
+            "--force replaces it",
+        )
+    settings = job.settings
+    if settings.steps < 1 or settings.top_k < 1 or not 0 <= settings.val_share < 1:
+        raise InputError(
+            f"steps {settings.steps}, top-k {settings.top_k} and val-share {settings.val_share} cannot be",
+            "steps and top-k are 1 or more, val-share is from 0 to below 1",
+        )
+    if job.metrics is not None and job.metrics.exists() and not (job.force or job.resume):
+        raise InputError(f"{job.metrics} is there already", "--force replaces it")
+
+
+def _domains(bundle: Bundle, data: Sequence[str]) -> dict[str, list[Example]]:
+    """Rows per expert in the bundle's order; "base" is the model without an adapter."""
+    specs = [BASE_EXPERT + text[4:] if text.startswith("base=") else text for text in data]
+    order = [*bundle.adapters, BASE_EXPERT]
+    found = read_domains(specs, known=order)
+    domains = {name: found[name] for name in order if name in found}
+    if len(domains) < 2:
+        only = next(iter(domains), "")
+        raise InputError(
+            f"only '{only}' has rows; a router needs two domains or more to choose between",
+            "give --data NAME=FILE once for each adapter",
+        )
+    return domains
+
+
+def _data_warnings(bundle: Bundle, domains: Mapping[str, Sequence[Example]]) -> list[str]:
+    documents = {name: len({row.contents for row in rows}) for name, rows in domains.items()}
+    formats = {
+        name: {"text" if r.text is not None else "messages" for r in rows} for name, rows in domains.items()
+    }
+    warnings = data_warnings(documents, bundle.adapters, formats)
+    twice = conflicts({name: list(rows) for name, rows in domains.items()})
+    if twice:
+        more = f" (and {len(twice) - _SHOWN_CONFLICTS} more)" if len(twice) > _SHOWN_CONFLICTS else ""
+        shown = "; ".join(twice[:_SHOWN_CONFLICTS])
+        warnings.append(f"the same row stands under two names: {shown}{more}")
+    return warnings
+
+
+def _recorder(job: Job, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
+    if job.metrics is None:
+        return lambda line: None
+    file = stack.enter_context(job.metrics.open("a" if job.resume else "w", encoding="utf-8"))
+
+    def record(line: dict[str, Any]) -> None:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+        file.flush()
+
+    return record
+
+
+def _remove(work: Path) -> None:
+    """The folder of a run that is done; what somebody else put there stays."""
+    (work / CHECKPOINT).unlink(missing_ok=True)
+    if work.is_dir() and not any(work.iterdir()):
+        work.rmdir()
