@@ -32,6 +32,11 @@ def join_pieces(pieces: Iterable[str]) -> str:
     return "".join(pieces).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
+def show_piece(piece: str) -> str:
+    """One piece on its own: bytes that are no whole character as `\\xf0`."""
+    return piece.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def split_tail(text: str) -> tuple[str, str]:
     """`text` of pieces as (whole characters, bytes of a character that is not yet whole)."""
     data = text.encode("utf-8", "surrogateescape")

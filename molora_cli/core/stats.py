@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from molora_cli.core.pieces import show_piece
 from molora_cli.core.trace import BASE_EXPERT, Trace
 
 PSEUDO = 5.0
@@ -257,7 +258,13 @@ def _top_tokens(trace: Trace, split: _Split, share: list[float], top: int) -> li
         order = wanted[np.lexsort((ids[wanted], -count[wanted], -lift[wanted]))][:top]
         listed.append(
             [
-                TopToken(int(ids[i]), trace.text(int(ids[i])), float(taken[i]), int(count[i]), float(lift[i]))
+                TopToken(
+                    int(ids[i]),
+                    show_piece(trace.text(int(ids[i]))),
+                    float(taken[i]),
+                    int(count[i]),
+                    float(lift[i]),
+                )
                 for i in order
             ]
         )

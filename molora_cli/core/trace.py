@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from molora_cli.core.pieces import show_piece
 from molora_cli.errors import InputError
 
 BASE_EXPERT = "__base__"
@@ -142,3 +143,22 @@ def join(traces: Sequence[Trace]) -> Trace:
         pieces=pieces,
         meta=dict(head.meta),
     )
+
+
+def listing(trace: Trace, limit: int) -> list[dict[str, Any]]:
+    """The first `limit` tokens as JSON-ready records; indices and gates are lists per group."""
+    records = []
+    for document, tokens in enumerate(trace.documents()):
+        for i in range(tokens.start, min(tokens.stop, limit)):
+            token = int(trace.token_ids[i])
+            records.append(
+                {
+                    "document": document,
+                    "domain": trace.domain(document),
+                    "id": token,
+                    "text": show_piece(trace.text(token)),
+                    "indices": trace.indices[i].tolist(),
+                    "gates": [[round(float(g), 6) for g in group] for group in trace.gates[i]],
+                }
+            )
+    return records

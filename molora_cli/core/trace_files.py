@@ -38,16 +38,21 @@ def is_trace_file(path: Path) -> bool:
     return start.startswith(b"{") and f'"{FORMAT}"'.encode() in start
 
 
-def save_trace(path: Path, trace: Trace, *, force: bool = False) -> None:
-    """Write a trace, atomically. Raises InputError where `path` exists and `force` is not given."""
-    from safetensors.numpy import save_file
-
+def check_trace_target(path: Path, *, force: bool) -> None:
+    """Refuse a place where no trace can or may be written, before any work. Raises InputError."""
     if path.is_dir():
         raise InputError(f"{shorten(str(path))} is a folder", "name a file: --save-trace routes.trace")
     if not path.parent.is_dir():
         raise InputError(f"there is no folder {shorten(str(path.parent))}", "make it first")
     if path.exists() and not force:
         raise InputError(f"{shorten(str(path))} exists", "give --force to replace it, or another name")
+
+
+def save_trace(path: Path, trace: Trace, *, force: bool = False) -> None:
+    """Write a trace, atomically. Raises InputError as `check_trace_target` does."""
+    from safetensors.numpy import save_file
+
+    check_trace_target(path, force=force)
     names = list(dict.fromkeys(name for name in trace.domains if name is not None))
     domain = [
         -1 if name is None else names.index(name) for name in trace.domains or (None,) * len(trace.starts)

@@ -7,6 +7,7 @@ routed in batches of similar length; a long one goes through in blocks, the rout
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,55 @@ def _read_tokenizer(file: Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def read_documents(
+    data: Sequence[str], texts: Sequence[str] = (), *, chat: bool = False
+) -> Iterator[Document]:
+    """Documents of `--data` values (NAME=FILE, or FILE) and of loose texts, one at a time.
+
+    A .txt file is one document; any other is JSON Lines with `messages` or `text`, whose `label` names the
+    domain where NAME is not given. chat: loose texts are a user's turn each. Raises InputError, for missing
+    files before the first document.
+    """
+    files = [_named_file(value) for value in data]
+    for _, path in files:
+        if not path.is_file():
+            raise InputError(
+                f"{shorten(str(path))} is no file", "give --data NAME=FILE with a .jsonl or .txt file"
+            )
+    return _documents(files, texts, chat)
+
+
+def _documents(
+    files: Sequence[tuple[str | None, Path]], texts: Sequence[str], chat: bool
+) -> Iterator[Document]:
+    from molora_cli.core.training.data import iter_examples
+
+    for text in texts:
+        yield None, [{"role": "user", "content": text}] if chat else text
+    for name, path in files:
+        if path.suffix.lower() == ".txt":
+            yield name or path.stem, _read_text(path)
+            continue
+        for row in iter_examples(path):
+            domain = name or row.label or path.stem
+            messages = [{"role": m.role, "content": m.content} for m in row.messages]
+            yield domain, row.text if row.text is not None else messages
+
+
+def _named_file(value: str) -> tuple[str | None, Path]:
+    name, sep, file = value.partition("=")
+    if not sep or os.path.lexists(value):
+        return None, Path(value).expanduser()
+    return name, Path(file).expanduser()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{shorten(str(path))} is not UTF-8 text", "save it as UTF-8") from error
 
 
 def trace_texts(bundle: Bundle, documents: Iterable[Document], *, ticker: Ticker = no_ticks) -> Trace:

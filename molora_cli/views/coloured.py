@@ -6,7 +6,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from molora_cli.core.pieces import split_tail
-from molora_cli.core.trace import Trace
+from molora_cli.core.trace import BASE_EXPERT, Trace
 from molora_cli.text import printable
 from molora_cli.views.palette import BASE, Palette
 
@@ -48,38 +48,44 @@ class ColouredDocuments:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         trace, palette = self.trace, Palette(self.trace.adapters, console)
-        ascii_only = options.ascii_only
         groups = range(trace.groups) if self.group is None else [self.group]
-        left, shown = self.limit, 0
-        for number, tokens in enumerate(trace.documents()):
-            length = tokens.stop - tokens.start
-            if left <= 0:
-                break
-            if not length:
-                continue
+        shown = 0
+        for number, tokens in self._chosen():
             if len(trace.starts) > 1:
+                length = int(trace.lengths()[number])
                 yield Text(self._heading(number, length), style="bold" if palette.colours else "")
-            cut = slice(tokens.start, tokens.start + min(length, left))
             for group in groups:
                 if trace.groups > 1:
-                    yield Text(self._layers(group), style="dim")
-                yield coloured_text(trace, palette, cut, group=group, ascii_only=ascii_only)
-                yield Text("")
-            left -= cut.stop - cut.start
-            shown += cut.stop - cut.start
+                    yield Text(f"layers {layer_range(trace, group)}", style="dim")
+                yield coloured_text(trace, palette, tokens, group=group, ascii_only=options.ascii_only)
+            yield Text()
+            shown += tokens.stop - tokens.start
         if shown < len(trace):
-            note = f"the first {shown:,} of {len(trace):,} tokens are shown; the statistics cover all"
+            note = f"{shown:,} of {len(trace):,} tokens are shown; the statistics cover all"
             yield Text(note, style="dim")
-        shares = _shares(trace, 0 if self.group is None else self.group)
-        yield palette.legend(shares, width=options.max_width).append("\n")
+        shares = _shares(trace, groups[0])
+        base = BASE_EXPERT in trace.experts or not trace.experts or shares[BASE] > 0
+        yield palette.legend(shares, width=options.max_width, base=base).append("\n")
+
+    def _chosen(self) -> list[tuple[int, slice]]:
+        """Documents and what is shown of each: with several domains the first text of each, else in order."""
+        trace = self.trace
+        ranges = list(trace.documents())
+        filled = [i for i, tokens in enumerate(ranges) if tokens.stop > tokens.start]
+        firsts = list({trace.domain(i): i for i in reversed(filled)}.values())[::-1]
+        each = max(1, self.limit // len(firsts)) if len(firsts) > 1 else self.limit
+        left, chosen = self.limit, []
+        for i in firsts if len(firsts) > 1 else filled:
+            size = min(each, left, ranges[i].stop - ranges[i].start)
+            if size > 0:
+                chosen.append((i, slice(ranges[i].start, ranges[i].start + size)))
+                left -= size
+        return chosen
 
     def _heading(self, number: int, length: int) -> str:
         domain = self.trace.domain(number)
         name = f"{printable(domain)}, " if domain else ""
         return f"{name}text {number + 1} ({length:,} tokens)"
-
-    def _layers(self, group: int) -> str:
-        return f"layers {layer_range(self.trace, group)}"
 
 
 def layer_range(trace: Trace, group: int) -> str:

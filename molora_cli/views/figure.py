@@ -81,7 +81,7 @@ def check_figure(path: Path, view: View, *, force: bool) -> None:
 def write_figure(
     path: Path, trace: Trace, stats: Stats, *, view: View = "histogram", limit: int = 400
 ) -> None:
-    """Draw one view of a trace into a file. limit: tokens of the coloured text. Raises InputError, MoloraError."""
+    """Draw one view of a trace into a file. limit: tokens of the coloured text. Raises MoloraError."""
     if view == "tokens":
         payload = tokens_svg(trace, limit=limit).encode("utf-8")
     else:
@@ -91,7 +91,7 @@ def write_figure(
 
 
 def tokens_svg(trace: Trace, *, limit: int = 400, width: int = 88) -> str:
-    """The terminal's coloured text as one SVG that needs no other file; the same trace gives the same bytes."""
+    """The terminal's coloured text as one SVG without outside parts; a trace always gives the same bytes."""
     console = Console(
         record=True,
         width=width,
@@ -149,13 +149,14 @@ def _histogram(trace: Trace, stats: Stats, kind: str) -> bytes:
             panel.set_ylim(0, 100)
             panel.set_ylabel("tokens, % by first choice")
             panel.spines[["top", "right"]].set_visible(False)
-            if len(parts) > 1:
-                panel.set_title(f"layers {layer_range(trace, number)}", fontsize="medium", loc="left")
+            title = f"layers {layer_range(trace, number)}" if len(parts) > 1 else ""
+            if number == 0:
+                title = f"Where {len(trace):,} tokens go\n{title}".rstrip()
+            panel.set_title(title, fontsize="medium", loc="left")
         names = [f"{_plain(part.name or 'all text')}\n{part.tokens:,} tokens" for part in parts[0]]
         panels[-1].set_xticks(range(len(names)), names)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize="small")
-        figure.suptitle(f"Where tokens go ({len(trace):,} tokens)", fontsize="large")
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
     return buffer.getvalue()

@@ -132,14 +132,17 @@ class Palette:
             return Text(f"{self.glyph(index)} {name}", end="")
         return Text(end="").append(f" {self.glyph(index)} ", style=self.style(index)).append(f" {name}")
 
-    def legend(self, shares: Mapping[int, float] | None = None, width: int | None = None) -> Text:
+    def legend(
+        self, shares: Mapping[int, float] | None = None, width: int | None = None, *, base: bool = True
+    ) -> Text:
         """Every adapter and the base with letter and name, and its share in percent where given.
 
-        shares: index -> fraction of 1. width: an entry that would pass it starts a new line.
+        shares: index -> fraction of 1. width: an entry that would pass it starts a new line. base: False leaves
+        the base out, for routers that never choose it.
         """
         legend = Text(end="")
         line = 0
-        for index in (*range(len(self.names)), BASE):
+        for index in (*range(len(self.names)), *([BASE] if base else [])):
             entry = self.label(index)
             if shares is not None:
                 entry.append(f" {100 * shares.get(index, 0.0):.0f} %")

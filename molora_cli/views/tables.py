@@ -18,6 +18,10 @@ from molora_cli.views.coloured import layer_range
 from molora_cli.views.palette import BASE, Palette
 
 Cell = str | Text
+_LEGEND = (
+    "switches per 100 neighbouring tokens; entropy of the scores in bits; margin of the best score over the "
+    "second, mean and lowest tenth (low)"
+)
 
 
 class Rows:
@@ -41,7 +45,9 @@ class Rows:
             yield row[0]
             for column, cell in zip(self.columns[1:], row[1:], strict=True):
                 if cell.plain:
-                    yield Padding(Text.assemble((f"{column.plain}: ", "dim"), cell), (0, 0, 0, 2))
+                    yield Padding(
+                        Text.assemble((f"{column.plain}: ", "dim"), cell), (0, 0, 0, 2), expand=False
+                    )
 
     def _numeric(self, column: int) -> bool:
         return all(not c or c[0] in "0123456789-+." for c in (row[column].plain for row in self.rows))
@@ -83,14 +89,16 @@ class BundleView:
         yield Text(
             "effect: RMS change of the logits on a probe text, in percent of their own RMS", style="dim"
         )
+        lines: list[tuple[str, Cell | None]] = []
         for adapter in found["adapters"]:
-            yield facts(
-                [
-                    (adapter["name"], f"from {adapter['source']}" + _revision(adapter["revision"])),
-                    ("", _targets(adapter["targets"])),
-                    *(("", f"note: {note}") for note in adapter["notes"]),
-                ]
+            lines.append(
+                (printable(adapter["name"]), f"from {adapter['source']}" + _revision(adapter["revision"]))
             )
+            lines += [
+                ("", _targets(adapter["targets"])),
+                *(("", f"note: {note}") for note in adapter["notes"]),
+            ]
+        yield facts(lines)
         yield Text()
         yield from _router(router, found["path"])
 
@@ -200,12 +208,13 @@ class StatsView:
                 yield Text(f"layers {layer_range(self.trace, number)}", style="bold")
             parts = group.domains if len(group.domains) == 1 else [*group.domains, group.total]
             scored = any(part.entropy for part in parts)
-            columns = ["", "tokens", "switches / 100"] + [
-                "entropy (bits)",
+            columns = ["", "tokens", "switches"] + [
+                "entropy",
                 "margin",
-                "margin, worst tenth",
+                "low",
             ] * scored
             yield Rows(columns, [self._part(part, scored) for part in parts])
+            yield Text(_LEGEND if scored else _LEGEND.partition(";")[0], style="dim")
             yield Text()
             yield from self._top(number, palette, options)
 
@@ -243,6 +252,5 @@ def _mean(spread: Spread | None) -> str:
 
 def _quoted(text: str) -> str:
     """A token's text between quotes, blanks and breaks visible, cut to a few characters."""
-    whole = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    shown = whole.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+    shown = text.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
     return f"'{shorten(shown, 16)}'"
