@@ -118,7 +118,7 @@ def _show_facts(out: Out, what: str, place: Path, base: str | None) -> None:
     from molora_cli.views.tables import AdapterView, BundleView
 
     if what == "bundle":
-        document = bundle_facts(Bundle.open(place, base))
+        document = bundle_facts(Bundle.open(place, base), base)
         for warning in document["warnings"]:
             out.warn(warning)
         out.result(document, lambda console: console.print(BundleView(document)))

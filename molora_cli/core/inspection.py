@@ -63,27 +63,35 @@ def _recognise_folder(path: Path) -> What:
     raise InputError(f"{shown(path)} is no bundle and no adapter{hint}", _TAKES)
 
 
-def bundle_facts(bundle: Bundle) -> dict[str, Any]:
-    """Base, adapters and router of a bundle as a JSON-ready document."""
+def bundle_facts(bundle: Bundle, base: str | None = None) -> dict[str, Any]:
+    """Base, adapters and router of a bundle as a JSON-ready document; nothing is downloaded.
+
+    base: a base that was named instead of the recorded one.
+    """
     manifest = bundle.manifest
+    place, warnings = _base_place(bundle, base)
     return {
         "what": "bundle",
         "path": str(bundle.path),
         "format_version": manifest.format_version,
         "created_by": manifest.created_by,
         "digest": bundle.digest,
-        "base": {"id": manifest.base.id, "revision": manifest.base.revision, **_base_place(bundle)},
+        "base": {"id": manifest.base.id, "revision": manifest.base.revision, **place},
         "adapters": [_adapter_facts(entry) for entry in manifest.adapters],
         "router": _router_facts(bundle),
-        "warnings": list(bundle.warnings),
+        "warnings": warnings,
     }
 
 
-def _base_place(bundle: Bundle) -> dict[str, Any]:
+def _base_place(bundle: Bundle, base: str | None) -> tuple[dict[str, Any], list[str]]:
+    """Where the base lies on this machine, or why it was not found; and what was found odd about it."""
+    from molora_cli.core.base.lookup import find_base
+
     try:
-        return {"path": str(bundle.base_path), "problem": None}
+        path, warnings = find_base(bundle.manifest.base, base, network=False)
     except InputError as error:
-        return {"path": None, "problem": error.message}
+        return {"path": None, "problem": error.message}, []
+    return {"path": str(path), "problem": None}, warnings
 
 
 def _adapter_facts(entry: AdapterEntry) -> dict[str, Any]:

@@ -137,8 +137,8 @@ class Palette:
     ) -> Text:
         """Every adapter and the base with letter and name, and its share in percent where given.
 
-        shares: index -> fraction of 1. width: an entry that would pass it starts a new line. base: False leaves
-        the base out, for routers that never choose it.
+        shares: index -> fraction of 1. width: an entry that would pass it starts a new line. base: False
+        leaves the base out, for routers that never choose it.
         """
         legend = Text(end="")
         line = 0

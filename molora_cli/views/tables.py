@@ -173,7 +173,8 @@ class AdapterView:
             rows += [("because", f"{where}{reason['why']}"), ("remedy", reason["remedy"] or None)]
         rows += [("note", note) for note in found["notes"]]
         rows.append(("base", found["base"] or "not named"))
-        config = {k: v for k, v in found["config"].items() if k not in ("peft_type", "task_type")}
+        hidden = ("peft_type", "task_type")
+        config = {k: v for k, v in found["config"].items() if k not in hidden and v not in (False, "none")}
         rows.append(("config", ", ".join(f"{k} {_value(v)}" for k, v in config.items()) or None))
         if weights is not None:
             if weights.get("problem"):

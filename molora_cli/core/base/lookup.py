@@ -14,12 +14,14 @@ from molora_cli.refs import Ref, offline
 from molora_cli.text import shorten
 
 
-def find_base(entry: BaseEntry, explicit: str | None, *, ticker: Ticker = no_ticks) -> tuple[Path, list[str]]:
+def find_base(
+    entry: BaseEntry, explicit: str | None, *, ticker: Ticker = no_ticks, network: bool = True
+) -> tuple[Path, list[str]]:
     """Local folder of the base that `entry` names, checked against its fingerprint, and warnings.
 
     Looked up as: `explicit`; the cache of converted bases, by fingerprint; the hub's local cache by id and
     revision; the recorded path, if what lies there has the fingerprint; the hub itself, unless offline.
-    What needs a download comes last. Raises InputError: nothing found, or `explicit` is another base.
+    What needs a download comes last, and not at all with `network` False. Raises InputError: nothing found, or `explicit` is another base.
     """
     if explicit is not None:
         resolved = resolve_base(explicit, ticker=ticker)
@@ -47,7 +49,7 @@ def find_base(entry: BaseEntry, explicit: str | None, *, ticker: Ticker = no_tic
         if found is not None:
             return hint, found
         looked.append(shorten(entry.path_hint))
-    if looks_like_hub_id(entry.id) and not offline():
+    if looks_like_hub_id(entry.id) and network and not offline():
         try:
             path = resolve_ref(
                 Ref("hub", _spelled(entry), repo=entry.id, revision=entry.revision), ticker=ticker
