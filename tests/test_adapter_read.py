@@ -348,7 +348,8 @@ def test_no_torch_for_safetensors(
         "from molora_cli.core.adapter.write import write_peft\n"
         "from molora_cli.core.base.structure import read_structure\n"
         "from molora_cli.refs import Ref\n"
-        "a = read_adapter('x', Ref('local', 'x', path=Path(sys.argv[1])), read_structure(Path(sys.argv[2])))\n"
+        "ref = Ref('local', 'x', path=Path(sys.argv[1]))\n"
+        "a = read_adapter('x', ref, read_structure(Path(sys.argv[2])))\n"
         "write_peft(a, Path(sys.argv[3]))\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )

@@ -100,7 +100,7 @@ def resolve_pattern(
     """
     keys = list(pattern)
     try:
-        hits = match_all([pattern_key(k) for k in keys], names, deadline=3.0) if keys else []
+        hits = match_all([pattern_key(k) for k in keys], names, deadline=1.2) if keys else []
     except TooSlow as error:
         raise InputError(
             f"{where}: {field} holds a pattern that takes too long to match",
