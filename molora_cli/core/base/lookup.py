@@ -21,7 +21,8 @@ def find_base(
 
     Looked up as: `explicit`; the cache of converted bases, by fingerprint; the hub's local cache by id and
     revision; the recorded path, if what lies there has the fingerprint; the hub itself, unless offline.
-    What needs a download comes last, and not at all with `network` False. Raises InputError: nothing found, or `explicit` is another base.
+    What needs a download comes last, and not at all with `network` False.
+    Raises InputError: nothing found, or `explicit` is another base.
     """
     if explicit is not None:
         resolved = resolve_base(explicit, ticker=ticker)

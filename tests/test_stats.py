@@ -1,0 +1,134 @@
+"""Statistics of traces against counts made by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from molora_cli.core.stats import PSEUDO, summarise
+from molora_cli.core.trace import Trace
+
+
+def _trace(first: list[int], starts: list[int] = [0], **other: object) -> Trace:  # noqa: B006
+    n = len(first)
+    settings: dict[str, object] = {
+        "token_ids": np.arange(n),
+        "starts": np.array(starts),
+        "indices": np.array(first, np.int16).reshape(n, 1, 1),
+        "gates": np.ones((n, 1, 1), np.float32),
+        "adapters": ("a", "b"),
+        **other,
+    }
+    trace = Trace(**settings)  # type: ignore[arg-type]
+    trace.check()
+    return trace
+
+
+def test_shares_switches_and_transitions() -> None:
+    trace = _trace([0, 0, 1, -1, 1, 1], [0, 4], domains=("x", "y"))
+    stats = summarise(trace)
+    group = stats.groups[0]
+    assert stats.names == ["a", "b", "base"] and stats.knows_base and stats.uniform == pytest.approx(1 / 3)
+    assert group.total.share == pytest.approx([2 / 6, 3 / 6, 1 / 6])
+    assert group.total.mass == group.total.share
+    # the pair across the documents (base to b) is no neighbour
+    assert group.total.neighbours == 4 and group.total.switch_rate == pytest.approx(50.0)
+    assert group.transitions == [[1, 1, 0], [0, 1, 1], [0, 0, 0]]
+    x, y = group.domains
+    assert (x.name, x.tokens, x.documents, x.neighbours) == ("x", 4, 1, 3)
+    assert x.share == pytest.approx([0.5, 0.25, 0.25]) and x.switch_rate == pytest.approx(200 / 3)
+    assert y.share == pytest.approx([0, 1, 0]) and y.switch_rate == 0
+    assert group.dead == [] and stats.warnings() == []
+
+
+def test_ties_are_split_and_mass_is_the_mean_gate() -> None:
+    indices = np.array([[[0, 1]], [[0, 1]]], np.int16)
+    gates = np.array([[[0.5, 0.5]], [[0.25, 0.75]]], np.float32)
+    total = summarise(_trace([0, 0], indices=indices, gates=gates)).groups[0].total
+    assert total.share == pytest.approx([0.25, 0.75, 0])
+    assert total.mass == pytest.approx([0.375, 0.625, 0])
+
+
+def test_entropy_and_margin() -> None:
+    p = np.array([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]])
+    with np.errstate(divide="ignore"):
+        scores = np.log(p).astype(np.float32).reshape(2, 1, 3)
+    trace = _trace([0, 0], scores=scores, experts=("a", "b", "__base__"))
+    total = summarise(trace).groups[0].total
+    assert total.entropy is not None and total.margin is not None
+    assert total.entropy.mean == pytest.approx(0.75, abs=1e-6)
+    assert total.margin.mean == pytest.approx((0.25 + 1) / 2, abs=1e-6)
+    assert total.margin.p50 == pytest.approx(0.625, abs=1e-6)
+    uniform = _trace([0], scores=np.log(np.full((1, 1, 2), 0.5, np.float32)), experts=("a", "b"))
+    entropy = summarise(uniform).groups[0].total.entropy
+    assert entropy is not None and entropy.mean == pytest.approx(1.0)
+    assert summarise(_trace([0])).groups[0].total.entropy is None
+
+
+def test_lift() -> None:
+    # token 5: 6 of 8 on a; token 6: never on a, 8 times; share of a is 6 / 16
+    ids = np.array([5] * 8 + [6] * 8)
+    trace = _trace([0] * 6 + [1] * 10, token_ids=ids, pieces={5: "five"})
+    top_a, top_b, top_base = summarise(trace).groups[0].top_tokens
+    share = 6 / 16
+    assert [(t.token, t.text, t.taken, t.count) for t in top_a] == [(5, "five", 6.0, 8)]
+    assert top_a[0].lift == pytest.approx((6 + PSEUDO * share) / (8 + PSEUDO) / share)
+    assert [t.token for t in top_b] == [6] and top_base == []
+    assert summarise(trace, top=0).groups[0].top_tokens == [[], [], []]
+
+
+def test_rare_tokens_are_not_listed() -> None:
+    trace = _trace([0, 0, 1, 1], token_ids=np.array([1, 1, 2, 2]))
+    assert summarise(trace).groups[0].top_tokens == [[], [], []]
+
+
+def test_positions_are_counted_from_each_document() -> None:
+    trace = _trace([0, 1, 1, 0, 1, 1], [0, 3])
+    group = summarise(trace).groups[0]
+    assert group.position_tokens == [2, 4]  # first tokens, then the second and third
+    assert group.positions[0] == pytest.approx([1, 0, 0]) and group.positions[1] == pytest.approx([0, 1, 0])
+
+
+def test_groups_are_apart_and_dead_adapters_named() -> None:
+    indices = np.stack([np.zeros((4, 1)), np.ones((4, 1))], axis=1).astype(np.int16)
+    trace = _trace(
+        [0] * 4,
+        [0, 2],
+        indices=indices,
+        gates=np.ones((4, 2, 1), np.float32),
+        domains=("x", "y"),
+        meta={"groups": [[0, 2], [2, 4]]},
+    )
+    stats = summarise(trace)
+    assert [g.layers for g in stats.groups] == [(0, 2), (2, 4)]
+    assert [g.dead for g in stats.groups] == [["b"], ["a"]]
+    warnings = stats.warnings()
+    assert len(warnings) == 4
+    assert "no token in layer group 0 goes to b (of 4 tokens)" in warnings[0]
+    assert "collapsed" in warnings[1]
+
+
+def test_empty_and_single() -> None:
+    empty = Trace(
+        np.zeros(0, np.int64),
+        np.zeros(0, np.int64),
+        np.zeros((0, 1, 1), np.int16),
+        np.zeros((0, 1, 1), np.float32),
+        ("a",),
+    )
+    total = summarise(empty).groups[0].total
+    assert total.tokens == 0 and total.switch_rate is None and total.share == [0, 0]
+    one = summarise(_trace([1]))
+    assert one.groups[0].total.neighbours == 0 and one.groups[0].total.switch_rate is None
+    assert one.groups[0].dead == ["a"]
+
+
+def test_document_is_plain_json() -> None:
+    import json
+
+    rng = np.random.default_rng(0)
+    trace = _trace(rng.integers(-1, 2, 50).tolist(), token_ids=rng.integers(0, 5, 50), pieces={1: "\udcf0"})
+    document = json.loads(json.dumps(summarise(trace).document(), allow_nan=False))
+    assert math.isclose(sum(document["groups"][0]["total"]["share"]), 1.0)
