@@ -65,7 +65,7 @@ class Engine:
         routed, stages = self._decide(call, given, past)
         ranges = layer_ranges(routed.route.groups, self.context.n_layers, self._ranges())
         # nothing to add: the base's modules run alone and the result is theirs bit for bit
-        plain = given is None and self.mode == OFF
+        plain = self.mode == OFF if given is None else _all_base(given)
         self.context.set(None if plain else routed.route, ranges, call.keep, call.ids.device)
         self.context.active = True
         if torch.is_grad_enabled() and module.training and _checkpoints(module):
@@ -180,8 +180,12 @@ class Engine:
         return add_trace(output, routed)
 
 
+def _all_base(route: Route) -> bool:
+    return not route.gates.requires_grad and not bool((route.indices != BASE).any())
+
+
 def _checkpoints(base: Any) -> bool:
-    """Whether the base runs layers again in the backward pass (the property was renamed in transformers 5)."""
+    """Whether the base runs layers again in the backward pass (renamed during transformers 5)."""
     renamed = getattr(base, "is_activation_checkpointing", None)
     return bool(base.is_gradient_checkpointing if renamed is None else renamed)
 

@@ -125,7 +125,7 @@ class RoutedModel(nn.Module):
         routes."""
         router = self.router
         who = (self.engine.mode, self.engine.chosen)
-        return who if router is None else (*who, router.muted, router.k, router.temperature)
+        return who if router is None else (*who, id(router), router.muted, router.k, router.temperature)
 
     @property
     def router(self) -> RouterStack | None:

@@ -21,10 +21,9 @@ class RouterState:
     """History of one cache: aligned with its positions, padding included.
 
     ids: (B, P) int64, -1 = unknown. mask: (B, P) bool, False = padding. indices, gates: (B, P, G, k), what
-    was decided; the base fills up where blocks differ in k. scores: (B, P, G, E) or None (the last blocks
-    scored nothing). stages: the router's running state after these tokens, or None where it has to be
-    computed from `ids` first. owner: whose routes these are (the engine of one routed model). router: whose
-    `stages` these are.
+    was decided; the base fills up where blocks differ in k. scores: (B, P, G, E), or None where some block
+    was not scored. stages: the router's running state after these tokens, or None where it has to be computed
+    from `ids` first. owner: whose routes these are (the engine of one routed model). router: whose `stages`.
     """
 
     def __init__(self, owner: object, batch: int, device: torch.device) -> None:
@@ -76,16 +75,17 @@ class RouterState:
         """A new state with T more tokens: ids (B, T), mask (B, T), route (B, T, [G,] k), scores (B, T, G,
         E)."""
         route = route.grouped
-        new = RouterState(self.owner, self.batch, self._device)
+        new = copy.copy(self)
         new.ids = torch.cat([self.ids, ids.to(self._device)], dim=1)
         new.mask = torch.cat([self.mask, mask.to(self._device)], dim=1)
         new.indices = _joined(self.indices, route.indices.to(self._device, torch.int16), BASE)
         new.gates = _joined(self.gates, route.gates.detach().to(self._device, torch.float32), 0.0)
-        if scores is not None and (self.length == 0 or self.scores is not None):
+        new.scores = None
+        if scores is not None:
             scores = scores.detach().to(self._device, torch.float32)
-            if self.scores is None:
+            if self.length == 0:
                 new.scores = scores
-            elif self.scores.shape[2:] == scores.shape[2:]:
+            elif self.scores is not None and self.scores.shape[2:] == scores.shape[2:]:
                 new.scores = torch.cat([self.scores, scores], dim=1)
         new.stages, new.router = stages, router
         return new
