@@ -16,7 +16,7 @@ from typing import Any
 
 from molora_cli.core.base.gguf_convert import check_gguf, convert_gguf
 from molora_cli.core.bundle.writing import new_folder, write_text
-from molora_cli.errors import InputError
+from molora_cli.errors import InputError, MoloraError
 from molora_cli.out import Ticker, no_ticks
 from molora_cli.refs import cache_dir
 
@@ -85,7 +85,8 @@ def _digest(file: Path) -> str:
         while block := handle.read(1 << 20):
             digest.update(block)
     index[str(file)] = {"state": state, "sha256": digest.hexdigest()}
-    with contextlib.suppress(OSError):  # a read-only cache only costs the time of hashing again
+    with contextlib.suppress(OSError, MoloraError):  # a read-only cache costs only the time of hashing again
+        index_file.parent.mkdir(parents=True, exist_ok=True)
         write_text(index_file, json.dumps(index, indent=1, sort_keys=True) + "\n")
     return digest.hexdigest()
 

@@ -122,7 +122,7 @@ def _load(file: Path, ticker: Ticker) -> tuple[Any, Any]:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 place, gguf_file=name, dtype=torch.float32
             )
-    except (ValueError, LookupError, NotImplementedError, TypeError, OSError, ImportError) as error:
+    except Exception as error:  # on a damaged file the readers raise whatever they run into
         raise InputError(
             f"{file} cannot be read as a model: {shorten(str(error), 160)}",
             "use a safetensors folder of this base, or a .gguf of a model that transformers supports",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -38,10 +39,11 @@ def sha256_file(path: Path) -> str:
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """The manifest as the text of molora.json."""
-    return (
-        json.dumps(manifest.model_dump(mode="json", exclude_none=True), indent=1, ensure_ascii=False) + "\n"
-    )
+    """The manifest as the text of molora.json: indented for people, a row of numbers on one line."""
+    document = manifest.model_dump(mode="json", exclude_none=True)
+    text = json.dumps(document, indent=1, ensure_ascii=True, allow_nan=False)
+    # a line break inside brackets is layout: within a JSON string it would be escaped
+    return re.sub(r"\[\n[-+.\de,\s]+\]", lambda row: re.sub(r"\s+", " ", row.group()), text) + "\n"
 
 
 def read_manifest(path: Path) -> Manifest:
