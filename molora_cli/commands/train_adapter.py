@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
 from molora_cli import options
 from molora_cli.errors import InputError
-from molora_cli.out import Out, no_ticks
+from molora_cli.out import Out
+from molora_cli.recipes import RecipePath, RecipeRef, RecipeSection, load_recipe, merge
 from molora_cli.refs import parse_named
 
-_EXAMPLES = """[bold]Examples[/bold]
+EPILOG = """Examples:
 
 molora train-adapter math=math.jsonl -o adapters --base smollm2
 
@@ -22,9 +24,48 @@ molora train-adapter sql=sql.jsonl med=med.jsonl -o adapters --recipe recipes/sm
 """
 
 
+SETTINGS: dict[str, Any] = {
+    "rank": 4,
+    "alpha": 0.0,  # 0: twice the rank
+    "target": "all-linear",
+    "tokens": 150_000,
+    "epochs": 0.0,  # 0: as long as tokens says
+    "lr": 0.001,
+    "warmup": 20,
+    "batch_tokens": 1200,
+    "max_length": 512,
+    "grad_clip": 1.0,
+    "save_dtype": "bfloat16",
+    "seed": 0,
+}
+
+
+class TrainAdapterSection(RecipeSection):
+    """What a recipe may say below `train-adapter:`."""
+
+    output: RecipePath | None = None
+    base: RecipeRef | None = None
+    data: dict[str, RecipePath] = Field(default_factory=dict)
+    val: dict[str, RecipePath] = Field(default_factory=dict)
+    init: dict[str, RecipePath] = Field(default_factory=dict)
+    source: dict[str, str] = Field(default_factory=dict)
+    rank: int = 4
+    alpha: float = 0.0
+    target: str | list[str] = "all-linear"
+    tokens: int = 150_000
+    epochs: float = 0.0
+    lr: float = 0.001
+    warmup: int = 20
+    batch_tokens: int = 1200
+    max_length: int = 512
+    grad_clip: float = 1.0
+    save_dtype: str = "bfloat16"
+    seed: int = 0
+
+
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("train-adapter", epilog=_EXAMPLES)(command)
+    app.command("train-adapter", epilog=EPILOG)(command)
 
 
 def command(
@@ -32,8 +73,8 @@ def command(
         list[str] | None,
         typer.Argument(metavar="NAME=FILE...", help="Adapters to train, each with its rows."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Folder the adapters are written into.")
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder the adapters are written into.")
     ] = None,
     base: options.Base = None,
     rank: Annotated[int | None, typer.Option(help="LoRA rank (4).")] = None,
@@ -61,7 +102,7 @@ def command(
         list[str] | None, typer.Option(help="NAME=TEXT: data sets and their licences, for the card.")
     ] = None,
     recipe: options.Recipe = None,
-    json_mode: options.Json = False,
+    json: options.Json = False,
     quiet: options.Quiet = False,
     force: options.Force = False,
 ) -> None:
@@ -72,11 +113,15 @@ def command(
     """
     from molora_cli.core.base.resolve import resolve_base
     from molora_cli.core.training.adapter_job import plan_jobs, settings_from, train_job
-    from molora_cli.recipes import load_recipe
 
-    say = Out(json_mode=json_mode, quiet=quiet)
-    written = load_recipe(recipe, "train-adapter") if recipe is not None else {}
+    out = Out(json_mode=json, quiet=quiet)
+    section = load_recipe(recipe, "train-adapter", TrainAdapterSection) if recipe else {}
+    named: dict[str, dict[str, str]] = {}
+    for key, texts in (("data", data), ("val", val), ("init", init), ("source", source)):
+        named[key] = {**section.get(key, {}), **dict(parse_named(text) for text in texts or ())}
     flags = {
+        "output": output,
+        "base": base,
         "rank": rank,
         "alpha": alpha,
         "target": target,
@@ -89,31 +134,33 @@ def command(
         "save_dtype": save_dtype,
         "seed": seed,
     }
-    named = {k: dict(written.pop(k, None) or {}) for k in ("data", "val", "init", "source")}
-    for key, texts in (("data", data), ("val", val), ("init", init), ("source", source)):
-        named[key].update(parse_named(text) for text in texts or ())
-    base = base or written.pop("base", None)
-    written.pop("base", None)
-    settings = settings_from({**written, **{k: v for k, v in flags.items() if v is not None}})
+    chosen = {
+        k: s.value for k, s in merge(flags, section, {"output": None, "base": None, **SETTINGS}).items()
+    }
+    place, base_name = chosen.pop("output"), chosen.pop("base")
+    if not place:
+        raise InputError("no folder to write into is given", "say where the adapters go: -o adapters")
+    if not base_name:
+        raise InputError("no base is given", "name the model the adapters are for: --base smollm2")
+    settings = settings_from(chosen)
     paths = {k: {n: Path(p).expanduser() for n, p in named[k].items()} for k in ("data", "val", "init")}
     jobs = plan_jobs(paths["data"], held_out=paths["val"], init=paths["init"], source=named["source"])
-    if out is None:
-        raise InputError("no folder to write into is given", "say where the adapters go: -o adapters")
-    if base is None:
-        raise InputError("no base is given", "name the model the adapters are for: --base smollm2")
-    resolved = resolve_base(base, ticker=no_ticks)
+    with out.progress("preparing the base") as ticker:
+        resolved = resolve_base(base_name, ticker=ticker)
     results = []
     for job in jobs:
-        with say.progress(f"training {job.name}") as ticker:
-            results.append(train_job(job, resolved, settings, out, force=force, ticker=ticker))
-        say.note(f"{job.name}: written to {results[-1]['path']}")
-    say.result({"command": "train-adapter", "adapters": results}, lambda console: _table(console, results))
+        with out.progress(f"training {job.name}") as ticker:
+            result = train_job(job, resolved, settings, Path(place).expanduser(), force=force, ticker=ticker)
+        out.note(f"{job.name}: written to {result['path']}")
+        results.append(result)
+    out.result({"adapters": results}, lambda console: _table(console, results))
+    out.note(
+        f"next: molora compose -o my-bundle --base {base_name} {results[0]['name']}={results[0]['path']} ..."
+    )
 
 
 def _table(console: Console, results: list[dict[str, Any]]) -> None:
-    table = Table(
-        "adapter", "steps", "tokens", "seconds", "NLL base", "NLL after", "held-out rows"
-    )
+    table = Table("adapter", "steps", "tokens", "seconds", "NLL base", "NLL after", "held-out rows")
     for r in results:
         nll = ["-" if r[k] is None else f"{r[k]:.3f}" for k in ("nll_base", "nll")]
         rest = [str(r["steps"]), str(r["tokens"]), f"{r['seconds']:.0f}"]

@@ -131,9 +131,11 @@ class AdapterTrainer:
         self.settings = settings
         self.pad_id = pad_id
         target = settings.target if isinstance(settings.target, str) else list(settings.target)
+        # readers that take only whole numbers are common
+        alpha: Any = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
         config = LoraConfig(
             r=settings.rank,
-            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT types it int and takes floats
+            lora_alpha=alpha,
             target_modules=target,
             task_type="CAUSAL_LM",
         )
@@ -279,7 +281,7 @@ def start_from(peft_model: Any, folder: Path) -> None:
 
 @torch.no_grad()
 def _truncate(layer: Any) -> None:
-    """Sets "default" of one LoRA layer to the cut deltas of "source"; a larger rank keeps its spare rows of A."""
+    """Sets "default" of one LoRA layer to the cut deltas of "source"; rows of A to spare keep their start."""
     a, b = layer.lora_A["source"].weight.double(), layer.lora_B["source"].weight.double()
     left, r_left = torch.linalg.qr(b)  # (out, r), (r, r)
     right, r_right = torch.linalg.qr(a.T)  # (in, r), (r, r)

@@ -152,15 +152,15 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _check_start(raw: bytes, path: Path) -> None:
     """Names another encoding or container by its first bytes, where a parser would only say 'line 1'."""
+    containers = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"PAR1": "Parquet", b"\x28\xb5\x2f\xfd": "zstd"}
+    for magic, name in containers.items():
+        if raw.startswith(magic):
+            raise InputError(f"{path} is a {name} file, not JSON Lines", f"unpack it to {_FORMAT}")
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in raw[:4]:
         raise InputError(
             f"{path} is UTF-16 or UTF-32, not UTF-8",
             "save it as UTF-8, say with: iconv -f UTF-16 -t UTF-8 IN > OUT",
         )
-    containers = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"PAR1": "Parquet", b"\x28\xb5\x2f\xfd": "zstd"}
-    for magic, name in containers.items():
-        if raw.startswith(magic):
-            raise InputError(f"{path} is a {name} file, not JSON Lines", f"unpack it to {_FORMAT}")
 
 
 def _object(raw: bytes, path: Path, number: int) -> dict[str, Any]:
