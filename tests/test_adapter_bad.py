@@ -211,6 +211,7 @@ FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "not_json": (lambda f: store(f, b"hello there", b""), "damaged header"),
     "list": (lambda f: store(f, b"[1]", b""), "damaged header"),
     "deep": (lambda f: store(f, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b""), "nested too deeply"),
+    "brackets": (lambda f: store(f, b'{"a":[' + b"[]," * 5_000_000 + b"[]]}", b""), "no list of tensors"),
     "huge_number": (lambda f: store(f, b'{"a":' + b"9" * 10_000 + b"}", b""), "damaged header"),
     "bad_utf8": (lambda f: store(f, b'{"\xff":1}', b""), "not valid UTF-8 at byte 2"),
     "past_end": (entry("data_offsets", [0, 10**12]), "its offsets 0 to 1000000000000"),

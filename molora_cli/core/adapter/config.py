@@ -176,9 +176,7 @@ def _other_kinds(config: dict[str, Any]) -> Classification | None:
         return None
     if kind == "XLORA":
         why = "it is an X-LoRA: a router over several adapters, not one adapter"
-        remedy = (
-            "compose its adapters themselves (NAME=FOLDER/0 ...), then train a router: molora train-router"
-        )
+        remedy = "compose the adapters it was made from (or NAME=FOLDER/0 ...), then molora train-router"
         return Classification("xlora", (Reason("peft_type", why, remedy),))
     if kind is not None:
         named = shorten(str(kind), 40)

@@ -81,6 +81,9 @@ def read_header(path: Path) -> Header:
         raw = handle.read(length)
     if not raw.lstrip().startswith(b"{"):
         raise InputError(f"{shown(path)} has a damaged header (it is not a JSON object)", _AGAIN)
+    # a tensor takes three brackets in some fifty bytes; a header of brackets only costs time and memory
+    if raw.count(b"[") + raw.count(b"{") > 100 + length // 10 and length > 1 << 20:
+        raise InputError(f"{shown(path)} has a damaged header (it is no list of tensors)", _AGAIN)
     try:
         entries = parse_json(raw, path, "the header")
     except InputError as error:
