@@ -67,10 +67,13 @@ class Out:
     # -- notes --------------------------------------------------------------
     def note(self, message: str) -> None:
         if not self.quiet:
-            self.stderr.print(Text(printable(message, keep="\n")), style="dim")
+            # words are wrapped on a terminal only: a log keeps its lines whole
+            text = Text(printable(message, keep="\n"))
+            self.stderr.print(text, style="dim", soft_wrap=not self.stderr.is_terminal)
 
     def warn(self, message: str) -> None:
-        self.stderr.print(Text("warning: ", style="yellow").append(printable(message, keep="\n"), style="default"))
+        text = Text("warning: ", style="yellow").append(printable(message, keep="\n"), style="default")
+        self.stderr.print(text, soft_wrap=not self.stderr.is_terminal)
 
     def error(self, error: MoloraError) -> None:
         text = Text("error: ", style="bold red").append(printable(error.message, keep="\n"), style="default")

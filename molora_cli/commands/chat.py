@@ -94,6 +94,8 @@ def command(
         backend=backend,
         trust_remote_code=trust_remote_code,
     )
+    for warning in model.bundle.warnings:
+        out.warn(warning)
     if chat_template:
         use_template_file(need_tokenizer(model.tokenizer), chat_template)
     session = ChatSession(model, plain=plain, notify=out.warn)

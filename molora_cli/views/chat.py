@@ -72,11 +72,11 @@ class AnswerPrinter:
     # -- wrapping -----------------------------------------------------------
     def _feed(self, text: str, style: Style) -> None:
         for char in text:
-            if self._word and (cell_len(char) == 0 or self._word[-1][0].endswith(_JOINER)):
+            if char == "\n":
+                self._newline()
+            elif self._word and (cell_len(char) == 0 or self._word[-1][0].endswith(_JOINER)):
                 last, its_style = self._word[-1]
                 self._word[-1] = (last + char, its_style)
-            elif char == "\n":
-                self._newline()
             elif char in " \t":
                 self._flush()
                 self._space(1 if char == " " else _TAB - self._column % _TAB, style)
@@ -101,9 +101,10 @@ class AnswerPrinter:
     def _space(self, count: int, style: Style) -> None:
         for _ in range(count):
             if self._column >= self.console.width:
-                self._write("\n", Style.null())
                 self._column = 0
-                return
+                if not self._fenced:
+                    self._write("\n", Style.null())
+                    return
             self._write(" ", style)
             self._column += 1
 

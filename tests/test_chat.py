@@ -1,0 +1,532 @@
+"""molora chat without a terminal: printer, conversation, session, slash commands, the command itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from molora_cli.app import main
+from molora_cli.core import generate
+from molora_cli.core.chat_session import ChatSession, Settings
+from molora_cli.core.conversation import Conversation
+from molora_cli.core.generate import TokenEvent, TokenRoute
+from molora_cli.errors import InputError
+from molora_cli.out import Out
+from molora_cli.views.chat import AnswerPrinter
+from molora_cli.views.palette import Palette
+from molora_cli.views.repl import COMMANDS, Repl
+
+LETTERS = "👩‍💻 日本 ď"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """run(*arguments, stdin=None) -> exit code, stdout, stderr, through the program's own boundary."""
+
+    def call(*arguments: object, stdin: bytes | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["molora", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin or b"")))
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capfd.readouterr()
+        return int(caught.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def bundle(
+    tiny_llama: Path, make_adapter: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Two random adapters on the tiny base; ids up to 150 take `math`, from 200 on `code`."""
+    from molora_cli.core.bundle.store import Bundle
+    from molora_cli.core.compose import Request, compose, plan
+    from molora_cli.core.router.attach import Request as Rules
+    from molora_cli.core.router.attach import attach
+
+    adapters = tuple(
+        (name, str(make_adapter(tiny_llama, name, seed=i))) for i, name in enumerate(("math", "code"))
+    )
+    folder = tmp_path_factory.mktemp("chat") / "bundle"
+    compose(plan(Request(output=folder, adapters=adapters, base=str(tiny_llama))))
+    opened = Bundle.open(folder)
+    made = attach(opened, Rules(kind="vocab", rules=("math=range:64-150", "code=range:200-319"), rest="base"))
+    opened.set_router(made.spec, made.tensors)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def loaded(bundle: Path) -> Any:
+    from molora_cli import load
+
+    return load(bundle)
+
+
+@pytest.fixture
+def model(loaded: Any) -> Iterator[Any]:
+    template = loaded.tokenizer.chat_template
+    yield loaded
+    loaded.tokenizer.chat_template = template
+    loaded.auto()
+    loaded.muted = frozenset()
+
+
+@pytest.fixture
+def session(model: Any) -> ChatSession:
+    told: list[str] = []
+    made = ChatSession(model, notify=told.append)
+    made.told = told  # type: ignore[attr-defined]
+    made.settings = Settings(max_new_tokens=5, ignore_eos=True)
+    return made
+
+
+# -- the printer --------------------------------------------------------------
+def event(text: str, index: int = -1) -> TokenEvent:
+    return TokenEvent(0, text, TokenRoute(((index,),), ((1.0,),), (("x",),)), -1.0)
+
+
+def printed(pieces: list[TokenEvent], width: int, *, terminal: bool = True, colour: str | None = None) -> str:
+    console = Console(
+        file=io.StringIO(), force_terminal=terminal, width=width, color_system=colour, _environ={}
+    )
+    printer = AnswerPrinter(console, Palette(("math", "code"), console), marks=colour is not None)
+    for piece in pieces:
+        printer.token(piece)
+    printer.end()
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("width", [2, 10, 11, 40, 80])
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_no_letter_is_lost_or_passes_the_right_edge(width: int, size: int) -> None:
+    text = "日本語のテキストと short words, é and e\u0301, 👩‍💻 emoji, ᄒ" + "x" * 50 + " 終わり。"
+    text = text.replace("ᄒ", "")
+    shown = printed([event(text[i : i + size]) for i in range(0, len(text), size)], width)
+    assert re.sub(r"\s", "", shown) == re.sub(r"\s", "", text)
+    # a word longer than the line is left to the terminal to wrap; nothing else is wider than it
+    for line in shown.split("\n"):
+        assert cell_len(line) <= width or "x" * width in line or width == 2
+    assert "👩‍💻" in shown
+    assert "e\u0301" in shown
+
+
+def test_words_are_wrapped_whole_and_paragraphs_stay() -> None:
+    text = "one two three four\n\n- five six"
+    assert printed([event(c) for c in text], 10) == "one two \nthree four\n\n- five six\n"
+
+
+def test_fenced_code_is_left_to_the_terminal() -> None:
+    code = "```\n" + "a b " * 30 + "\n```\n"
+    shown = printed([event(code), event("word " * 5)], 12)
+    assert shown.startswith(code)
+    assert max(map(len, shown[len(code) :].split("\n"))) <= 12
+
+
+def test_no_terminal_gets_the_text_alone() -> None:
+    text = "日本語 and a long line that is not wrapped " * 5
+    assert printed([event(text, 0)], 20, terminal=False, colour="truecolor") == text + "\n"
+
+
+def test_control_characters_never_reach_the_screen() -> None:
+    nasty = "a\x1b[31mb\x07\x00\r\u202ec\x9b2J"
+    for terminal in (True, False):
+        shown = printed([event(nasty)], 80, terminal=terminal)
+        assert shown == "a\\x1b[31mb\\x07\\x00\\x0d\\u202ec\\x9b2J\n"
+
+
+def test_colours_or_letters_tell_adapters_apart() -> None:
+    pieces = [event("one", 0), event(" two", 0), event(" ", 1), event("three", 1), event(" four", -1)]
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, no_color=True, _environ={})
+    printer = AnswerPrinter(console, Palette(("math", "code"), console))
+    for piece in pieces:
+        printer.token(piece)
+    printer.end()
+    assert console.file.getvalue() == "m·one two c·three -·four\n"  # type: ignore[attr-defined]
+    coloured = printed(pieces, 80, colour="truecolor")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == "one two three four\n"
+    assert "\x1b[" in coloured
+
+
+# -- the conversation ---------------------------------------------------------
+def words(messages: list[Any]) -> list[int]:
+    return [0] * sum(len(m["content"].split()) for m in messages)
+
+
+def test_the_oldest_turns_leave_first_and_the_system_text_stays() -> None:
+    talk = Conversation("be brief")
+    for number in range(4):
+        talk.add("user", f"question {number}")
+        talk.add("assistant", "answer")
+    talk.add("user", "last question")
+    ids, dropped = talk.fit(words, context=12, reserve=100)  # a quarter of the context is kept free
+    assert (len(ids), dropped) == (7, 3)
+    assert [turn["content"] for turn in talk.turns] == ["question 3", "answer", "last question"]
+    assert talk.messages()[0] == {"role": "system", "content": "be brief"}
+    assert talk.fit(words, context=3, reserve=1)[1] == 1
+    assert [turn["content"] for turn in talk.turns] == ["last question"]
+    assert talk.fit(words, context=None, reserve=1) == ([0] * 4, 0)
+
+
+def test_a_conversation_is_saved_and_taken_up(tmp_path: Path) -> None:
+    talk = Conversation("s", [])
+    talk.add("user", "a \ud83d lone surrogate, " + LETTERS)
+    file = tmp_path / "talk.json"
+    talk.save(file, {"settings": {}})
+    assert Conversation.load(file) == talk
+    assert "\ufffd" in talk.turns[0]["content"]
+    with pytest.raises(InputError, match="exists"):
+        talk.save(file, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("", "not JSON"),
+        ("[1]", "not a saved"),
+        ('{"format": "molora-chat", "format_version": 9}', "format 9"),
+        ('{"format": "molora-chat", "format_version": 1, "turns": 3}', "'turns' a list"),
+        ('{"format": "molora-chat", "format_version": 1, "turns": [{"role": "system"}]}', "turn 1"),
+        (
+            '{"format": "molora-chat", "format_version": 1, "turns": [{"role": "user", "content": 3}]}',
+            "turn 1",
+        ),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_damaged_conversation_is_refused(tmp_path: Path, body: str, reason: str) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text(body)
+    with pytest.raises(InputError, match=reason):
+        Conversation.load(file)
+    with pytest.raises(InputError, match="cannot read"):
+        Conversation.load(tmp_path / "none.json")
+
+
+# -- the session --------------------------------------------------------------
+def talk(session: ChatSession, *questions: str) -> list[TokenEvent]:
+    events: list[TokenEvent] = []
+    for question in questions:
+        events = list(session.ask(question))
+    return events
+
+
+@pytest.mark.parametrize("route", ["math", "off"])
+def test_only_in_mid_chat_equals_a_fresh_run(session: ChatSession, model: Any, route: str) -> None:
+    talk(session, "first", "second")
+    history = [dict(turn) for turn in session.conversation.turns]
+    session.only(route)
+    switched = talk(session, "third")
+    messages = [*history, {"role": "user", "content": "third"}]
+    fresh = list(model.stream(messages, route=route, max_new_tokens=5, ignore_eos=True))
+    assert switched == fresh
+    session.auto()
+    again = talk(session, "fourth")
+    messages = [dict(turn) for turn in session.conversation.turns[:-1]]
+    fresh = list(model.stream(messages, max_new_tokens=5, ignore_eos=True))
+    assert [e.id for e in again] == [e.id for e in fresh]
+
+
+def test_a_followed_conversation_equals_one_read_at_once(session: ChatSession, model: Any) -> None:
+    events = talk(session, "one", "two", "three")
+    messages = [dict(turn) for turn in session.conversation.turns[:-1]]
+    fresh = list(model.stream(messages, max_new_tokens=5, ignore_eos=True))
+    assert [(e.id, e.route.indices) for e in events] == [(e.id, e.route.indices) for e in fresh]
+    assert max(abs(a.logprob - b.logprob) for a, b in zip(events, fresh, strict=True)) < 1e-4
+
+
+def test_muting_keeps_an_adapter_out(session: ChatSession, model: Any) -> None:
+    session.settings.max_new_tokens = 30
+    taken = {e.route.names[0][0] for e in talk(session, "one")}
+    assert "math" in taken
+    session.mute("math")
+    assert "math" not in {e.route.names[0][0] for e in talk(session, "one")}
+    session.auto()
+    assert model.muted == frozenset()
+    with pytest.raises(InputError, match="nobody"):
+        session.mute("nobody")
+    session.only("code")
+    with pytest.raises(InputError, match="no effect"):
+        session.mute("math")
+
+
+def test_history_beyond_the_context_goes_on_with_a_notice(session: ChatSession) -> None:
+    session.conversation.system = "stay"
+    for number in range(12):
+        talk(session, f"{number} " + "x" * 40)
+    assert any("256" in message for message in session.told)  # type: ignore[attr-defined]
+    assert session.conversation.messages()[0]["content"] == "stay"
+    assert len(session.conversation.turns) < 8
+
+
+def test_a_question_that_is_too_long_leaves_the_history_as_it_was(session: ChatSession) -> None:
+    talk(session, "one")
+    before = [dict(turn) for turn in session.conversation.turns]
+    with pytest.raises(InputError, match=r"tokens.*256"):
+        session.ask("x" * 400)
+    assert session.conversation.turns == before
+    assert len(talk(session, "two")) == 5
+
+
+def test_an_interrupted_answer_stays_in_the_history(session: ChatSession) -> None:
+    events = session.ask("one")
+    seen = [next(events), next(events)]
+    events.close()
+    assert session.last.stop == "interrupted"
+    assert session.conversation.turns[-1] == {"role": "assistant", "content": "".join(e.text for e in seen)}
+    assert len(talk(session, "two")) == 5
+
+
+def test_regenerate_replaces_the_answer(session: ChatSession) -> None:
+    with pytest.raises(InputError, match="no question"):
+        session.regenerate()
+    session.settings.temperature, session.settings.seed = 1.0, 7
+    first = talk(session, "one")
+    second = list(session.regenerate())
+    assert [e.id for e in first] != [e.id for e in second]
+    assert [turn["role"] for turn in session.conversation.turns] == ["user", "assistant"]
+    session.clear()
+    assert [e.id for e in talk(session, "one")] == [e.id for e in first]
+
+
+def test_settings_by_name() -> None:
+    settings = Settings()
+    settings.set("max-new-tokens", "7")
+    settings.set("temperature", "0.5")
+    settings.set("seed", "none")
+    assert (settings.max_new_tokens, settings.temperature, settings.seed) == (7, 0.5, None)
+    for name, value in [
+        ("temperature", "-1"),
+        ("temperature", "nan"),
+        ("top_p", "0"),
+        ("top_k", "x"),
+        ("heat", "1"),
+    ]:
+        with pytest.raises(InputError):
+            settings.set(name, value)
+
+
+# -- slash commands -----------------------------------------------------------
+@pytest.fixture
+def repl(session: ChatSession) -> Repl:
+    out = Out()
+    out.stdout = Console(file=io.StringIO(), width=200)
+    out.stderr = Console(file=io.StringIO(), width=200)
+    return Repl(session, out, Palette(session.model.adapters, out.stdout))
+
+
+def said(repl: Repl, line: str) -> str:
+    file: Any = repl.out.stderr.file
+    file.seek(0)
+    file.truncate()
+    assert repl.handle(line)
+    return str(file.getvalue())
+
+
+def test_every_slash_command_does_something(repl: Repl, tmp_path: Path) -> None:
+    help_text = said(repl, "/help")
+    assert all(f"/{name}" in help_text for name in COMMANDS)
+    assert "5 tokens" in said(repl, "hello")
+    assert "token 2" in said(repl, "/why 2")
+    assert "5 tokens in 1 answers" in said(repl, "/stats")
+    assert "5 tokens" in said(repl, "/regen")
+    assert "temperature is 0.5" in said(repl, "/set temperature 0.5")
+    assert "be brief" in said(repl, "/system be brief")
+    shown = said(repl, "/show")
+    assert "be brief" in shown and "0.5" in shown
+    said(repl, "/mute math")
+    assert repl.session.model.muted == {"math"}
+    assert "muted" in said(repl, "/show")
+    said(repl, "/auto")
+    assert repl.session.model.muted == frozenset()
+    said(repl, "/only code")
+    assert "code 100 %" in said(repl, "and now?")
+    assert "the route was fixed" in said(repl, "/why 1")
+    file = tmp_path / "talk.json"
+    said(repl, f"/save {file}")
+    said(repl, "/clear")
+    assert repl.session.conversation.turns == []
+    assert "4 turns" in said(repl, f"/load {file}")
+    assert "(none)" in said(repl, "/system none")
+    assert repl.handle("/exit") is False
+
+
+def test_why_names_scores_runner_up_and_margin(repl: Repl) -> None:
+    said(repl, "hello")
+    text = said(repl, "/why 1")
+    # the answer's first token was decided at the newline that the template ends with, id 201: code's range
+    assert "code at gate 1.00" in text
+    assert re.search(r"code +1\.000", text) and "margin" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("/hepl", "did you mean /help"),
+        ("/xyzzy", "/help lists"),
+        ("/only", "needs NAME"),
+        ("/only nobody", "nobody"),
+        ("/mute nobody", "nobody"),
+        ("/why 1", "no answer yet"),
+        ("/set heat 3", "heat"),
+        ("/load nowhere.json", "cannot read"),
+    ],
+)
+def test_a_wrong_command_says_what_is_right(repl: Repl, line: str, reason: str) -> None:
+    with pytest.raises(InputError) as caught:
+        repl.handle(line)
+    assert reason in str(caught.value)
+
+
+def test_why_beyond_the_answer_says_its_length(repl: Repl) -> None:
+    said(repl, "hello")
+    for number in ("0", "6", "x", "²"):
+        with pytest.raises(InputError, match="1 to 5"):
+            repl.handle(f"/why {number}")
+
+
+# -- the command --------------------------------------------------------------
+def force(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
+    """Whatever the model thinks, the answer is these ids."""
+    rest = iter(ids)
+    monkeypatch.setattr(generate.Sampler, "__call__", lambda self, logits: next(rest))
+
+
+def test_forced_letters_come_out_exactly(
+    run: Run, bundle: Path, loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = loaded.tokenizer(LETTERS, add_special_tokens=False)["input_ids"]
+    force(monkeypatch, [*ids, 4])  # 4 ends the turn and is not shown
+    code, out, err = run("chat", bundle, "-p", "hello")
+    assert (code, out) == (0, LETTERS + "\n")
+    assert "tokens/s" in err and "code" in err
+
+
+def test_json_lines_hold_events_and_a_summary(run: Run, bundle: Path) -> None:
+    code, out, _ = run("chat", bundle, "--json", "--max-new-tokens", 6, "--ignore-eos", stdin=b"hello\n")
+    *events, summary = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and len(events) == 6
+    assert [record["n"] for record in events] == [1, 2, 3, 4, 5, 6]
+    assert "".join(record["text"] for record in events) == summary["text"]
+    assert summary["type"] == "summary" and summary["schema_version"] == 1 and summary["stop"] == "length"
+    assert sum(summary["share"].values()) == pytest.approx(1, abs=1e-3)
+    assert all(record["logprob"] < 0 for record in events)
+
+
+def test_route_and_mute_options(run: Run, bundle: Path) -> None:
+    options = ("--json", "--max-new-tokens", 12, "--ignore-eos", "-p", "hi")
+    assert '"share": {"math": 1.0}' in run("chat", bundle, *options, "--route", "math")[1]
+    assert '"share": {"base": 1.0}' in run("chat", bundle, *options, "--route", "off")[1]
+    assert "code" in run("chat", bundle, *options)[1]
+    assert "code" not in run("chat", bundle, *options, "--mute", "code")[1]
+
+
+def test_the_same_seed_gives_the_same_answer(run: Run, bundle: Path) -> None:
+    options = ("chat", bundle, "-p", "hi", "--temperature", 1.5, "--top-k", 40, "--max-new-tokens", 12)
+    assert run(*options, "--seed", 3)[1] == run(*options, "--seed", 3)[1] != run(*options, "--seed", 4)[1]
+
+
+def test_the_default_bundle_is_taken(run: Run, bundle: Path) -> None:
+    from molora_cli.core.bundle.store import set_default_bundle
+
+    code, _, err = run("chat", "-p", "hi")
+    assert code == 2 and "default" in err
+    set_default_bundle(bundle)
+    assert run("chat", "-p", "hi", "--max-new-tokens", 1)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "reason"),
+    [
+        (["--route", "nobody", "-p", "x"], b"", "nobody"),
+        (["--mute", "nobody", "-p", "x"], b"", "nobody"),
+        (["-p", " "], b"", "empty"),
+        ([], b"", "empty"),
+        ([], b"a\xff", "not UTF-8 at byte 1"),
+        (["-p", "x", "--top-p", "0"], b"", "top_p"),
+        (["-p", "x", "--temperature", "nan"], b"", "temperature"),
+        (["-p", "x", "--max-new-tokens", "0"], b"", "max_new_tokens"),
+        (["-p", "x" * 400], b"", "256"),
+        (["-p", "x", "--chat-template", "nowhere.jinja"], b"", "nowhere.jinja"),
+    ],
+)
+def test_bad_input_is_one_error_and_exit_code_2(
+    run: Run, bundle: Path, arguments: list[str], stdin: bytes, reason: str
+) -> None:
+    code, out, err = run("chat", bundle, "-q", *arguments, stdin=stdin)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and reason in err
+    assert "Traceback" not in err and len(err.splitlines()) <= 3
+
+
+def test_a_bundle_without_router_says_what_to_do(run: Run, bundle: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "unrouted"
+    shutil.copytree(bundle, copy)
+    manifest = json.loads((copy / "molora.json").read_text())
+    manifest["routing"] = None
+    (copy / "molora.json").write_text(json.dumps(manifest))
+    (copy / "router.safetensors").unlink()
+    code, _, err = run("chat", copy, "-p", "x")
+    assert code == 2 and "train-router" in err and "--route" in err
+    assert run("chat", copy, "-p", "x", "--route", "math", "--max-new-tokens", 1)[0] == 0
+
+
+def test_without_chat_template(run: Run, bundle: Path, tmp_path: Path, tiny_llama: Path) -> None:
+    import shutil
+
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_llama, bare)
+    (bare / "chat_template.jinja").unlink()
+    code, _, err = run("chat", bundle, "-q", "--base", bare, "-p", "x")
+    assert code == 2 and "chat_template.jinja" in err and "--chat-template FILE" in err and "--plain" in err
+    plain = ("chat", bundle, "--base", bare, "-p", "x", "--max-new-tokens", 2, "--json")
+    assert json.loads(run(*plain, "--plain")[1].splitlines()[-1])["prompt_tokens"] == 1
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ messages[0]['content'] }}!")
+    assert json.loads(run(*plain, "--chat-template", file)[1].splitlines()[-1])["prompt_tokens"] == 2
+    for template in ("{% for i in range(10**9) %}x{% endfor %}", "{{ ().__class__ }}"):
+        file.write_text(template)
+        code, _, err = run("chat", bundle, "-q", "--base", bare, "-p", "x", "--chat-template", file)
+        assert code == 2 and "chat template" in err
+
+
+def test_help_shows_two_examples_without_torch() -> None:
+    script = (
+        "import sys; sys.argv = ['molora', 'chat', '--help']\n"
+        "from molora_cli.app import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'transformers', 'prompt_toolkit'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.count("molora chat my-bundle") == 2
+
+
+def test_an_ascii_terminal_gets_replacement_characters(bundle: Path, loaded: Any) -> None:
+    ids = loaded.tokenizer(LETTERS, add_special_tokens=False)["input_ids"]
+    script = (
+        "import sys\nfrom molora_cli.core import generate\n"
+        f"rest = iter({[*ids, 4]})\n"
+        "generate.Sampler.__call__ = lambda self, logits: next(rest)\n"
+        f"sys.argv = ['molora', 'chat', {str(bundle)!r}, '-p', 'x']\n"
+        "from molora_cli.app import main\nmain()\n"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == b"??? ?? ?\n"
+    assert b"Traceback" not in done.stderr
