@@ -52,7 +52,7 @@ class Trace:
 
     def documents(self) -> Iterator[slice]:
         """The token range of each document."""
-        ends = [*self.starts[1:].tolist(), len(self)]
+        ends = [*self.starts[1:].tolist(), len(self)] if len(self.starts) else []
         for start, end in zip(self.starts.tolist(), ends, strict=True):
             yield slice(int(start), int(end))
 
