@@ -1,4 +1,4 @@
-"""Training a LoRA on a tiny base: it learns, repeats itself bit for bit, resumes, writes a plain PEFT folder."""
+"""Training a LoRA on a tiny base: it learns, repeats bit for bit, resumes, writes a plain PEFT folder."""
 
 from __future__ import annotations
 

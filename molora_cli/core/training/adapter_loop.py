@@ -54,14 +54,15 @@ class TrainSettings:
 
     def check(self) -> None:
         """Raises InputError for a value out of range."""
-        positive = ("rank", "alpha", "tokens", "lr", "batch_tokens", "max_length", "grad_clip")
-        for name in positive:
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name.replace('_', '-')} must be above 0, not {getattr(self, name)}", "")
+        for name in ("rank", "alpha", "tokens", "lr", "batch_tokens", "max_length", "grad_clip", "epochs"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                flag = name.replace("_", "-")
+                raise InputError(f"{flag} must be above 0, not {value}", f"give --{flag} another value")
         if self.save_dtype not in ("bfloat16", "float16", "float32"):
-            raise InputError(f"save-dtype must be bfloat16, float16 or float32, not {self.save_dtype}", "")
-        if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise InputError(f"epochs must be above 0, not {self.epochs}", "")
+            raise InputError(
+                f"save-dtype '{self.save_dtype}' is not known", "use bfloat16, float16 or float32"
+            )
 
 
 @dataclass(frozen=True)
