@@ -1,4 +1,4 @@
-"""Routes that depend on earlier tokens: cached, chunked, padded, reordered, cropped runs agree with full ones."""
+"""Routes that depend on earlier tokens: cached, chunked, padded, reordered, cropped runs equal full ones."""
 
 from __future__ import annotations
 
@@ -35,12 +35,16 @@ class RunningStage(IdStage):
         total, seen, columns = state["sum"], state["seen"], []
         for step in range(ids.shape[1]):
             real = mask[:, step]
-            total = torch.where(real, 0.7 * total + (ids[:, step] % 7).double(), total)
+            total = torch.where(real, 0.7 * total + (ids[:, step] % 7 + 1).double(), total)
             seen = seen + real
             angle = (total[:, None] + torch.arange(self.groups))[..., None] + 2.1 * torch.arange(
                 len(self.experts)
             )
-            columns.append((3 * angle.sin() + 0.01 * seen[:, None, None]).log_softmax(-1))
+            columns.append(
+                (3 * angle.sin() + 0.01 * seen[:, None, None] * torch.arange(len(self.experts))).log_softmax(
+                    -1
+                )
+            )
         return Scores(torch.stack(columns, dim=1)), {"sum": total, "seen": seen}
 
 
