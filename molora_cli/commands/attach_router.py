@@ -65,10 +65,11 @@ def command(
 ) -> None:
     """Give a bundle a router without training: rules, nearest examples, or constant gates."""
     from molora_cli.core.bundle.store import Bundle
-    from molora_cli.core.router.attach import Request, attach
 
     out = Out(json_mode=json, quiet=quiet)
     opened = Bundle.open(bundle, base)
+    from molora_cli.core.router.attach import Request, attach  # torch: after the cheap checks
+
     request = Request(
         kind=kind,
         experts=expert or (),
