@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 PROJECTION = 96
 HIDDEN = 128
 _ROWS = 8192  # of the embedding projected at a time
+_SAMPLES = 16  # rows of the embedding kept in the file
+_SAME = 0.98  # their least cosine: another precision of one base stays above, another base far below
 
 
 class ContextNet(nn.Module):
@@ -81,12 +83,19 @@ def project_table(net: ContextNet, embedding: Tensor, centre: Tensor, scale: flo
     return table
 
 
+def sample_rows(embedding: Tensor) -> tuple[list[int], Tensor]:
+    """Ids spread over the vocabulary and their embedding rows (16, d) float32: its fingerprint."""
+    ids = torch.linspace(0, embedding.shape[0] - 1, _SAMPLES).long()
+    return ids.tolist(), embedding[ids].detach().float().cpu()
+
+
 @register_kind
 class ContextStage(IdStage):
     """A trained `context` stage.
 
-    tensors: centre (d,), project.weight (p, d), project.bias (p,), inner.*, outer.*, and the statistics
-    of training (not read here). params: decays, projection, hidden, scale.
+    tensors: centre (d,), project.weight (p, d), project.bias (p,), inner.*, outer.*, samples (n, d) rows of
+    the embedding it was trained on, and the statistics of training (not read here). params: decays,
+    projection, hidden, scale, sampled ids.
     """
 
     kind = "context"
@@ -100,6 +109,7 @@ class ContextStage(IdStage):
                 "give --base PATH",
             )
         params = _params(spec.params)
+        _check_embedding(params["sampled"], tensors, around.embedding)
         centre = stage_tensor(tensors, "centre", (around.embedding.shape[1],), self.kind)
         self.net = ContextNet(
             around.embedding.shape[1],
@@ -135,15 +145,32 @@ def _params(params: Mapping[str, Any]) -> dict[str, Any]:
             "projection": int(params["projection"]),
             "hidden": int(params["hidden"]),
             "scale": float(params["scale"]),
+            "sampled": [int(i) for i in params["sampled"]],
         }
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"the context router's header lacks or garbles a parameter ({error})", _AGAIN
         ) from error
-    sizes_fit = 0 < found["projection"] <= 4096 and 0 < found["hidden"] <= 16384 and len(decays) <= 32
+    sizes_fit = (
+        len(found["sampled"]) <= 4096
+        and 0 < found["projection"] <= 4096
+        and 0 < found["hidden"] <= 16384
+        and len(decays) <= 32
+    )
     if not sizes_fit or not all(0 < a < 1 for a in decays) or not found["scale"] > 0:
         raise InputError("the context router's header holds sizes or decays out of range", _AGAIN)
     return found
+
+
+def _check_embedding(ids: list[int], tensors: Mapping[str, Tensor], embedding: Tensor) -> None:
+    """Raises InputError where the base's embedding is not the one that the router was trained on."""
+    kept = stage_tensor(tensors, "samples", (len(ids), embedding.shape[1]), "context").float().cpu()
+    fits = all(0 <= i < embedding.shape[0] for i in ids)
+    if fits and ids:
+        rows = embedding[torch.tensor(ids, device=embedding.device)].detach().float().cpu()
+        fits = float(torch.nn.functional.cosine_similarity(rows, kept, dim=-1).median()) >= _SAME
+    if not fits:
+        raise InputError("the context router was trained on another input embedding than this base's", _AGAIN)
 
 
 _AGAIN = "train the router again: molora train-router BUNDLE --data NAME=FILE ... --force"

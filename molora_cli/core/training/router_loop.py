@@ -8,6 +8,7 @@ of cores.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from molora_cli.core.router.context import ContextNet, normalised
+from molora_cli.core.router.context import ContextNet, normalised, sample_rows
 from molora_cli.core.router.features import centre_and_scale, start_averages
 from molora_cli.core.router.files import tensor_name
 from molora_cli.core.router.moments import Moments
@@ -57,6 +58,7 @@ class _Batches:
     """Projects only the distinct tokens of a batch: most tokens of a text repeat."""
 
     def __init__(self, embedding: Tensor) -> None:
+        self.sampled, self.samples = sample_rows(embedding)
         self.centre, self.scale = centre_and_scale(embedding)
         self.table = normalised(embedding, self.centre, self.scale)  # (V, d) float32
 
@@ -323,10 +325,12 @@ def _finish(
             "projection": settings.projection,
             "hidden": settings.hidden,
             "scale": batches.scale,
+            "sampled": batches.sampled,
         },
     )
     training = {"data": dict(rows.digests), "documents": dict(rows.documents), "settings": asdict(settings)}
-    spec = RouterSpec(stages=[stage], training=training)
-    own = {**net.state_dict(), "centre": batches.centre.float()}
+    digest = hashlib.sha256(batches.samples.bfloat16().view(torch.int16).numpy().tobytes()).hexdigest()
+    spec = RouterSpec(stages=[stage], training=training, embedding=digest)
+    own = {**net.state_dict(), "centre": batches.centre.float(), "samples": batches.samples}
     own |= _statistics(net, batches, rows)
     return spec, {tensor_name(0, name): value.contiguous() for name, value in own.items()}
