@@ -171,6 +171,45 @@ def test_a_changed_byte_is_named(tmp_path: Path) -> None:
         Bundle.open(folder).verify()
 
 
+# -- the first bundle of format 1 loads for ever -----------------------------------
+def test_the_bundle_of_format_one_opens() -> None:
+    bundle = Bundle.open(FIXTURE / "bundle", base=str(FIXTURE / "tiny-base"))
+    bundle.verify()
+    assert bundle.manifest.format_version == "1.0"
+    assert bundle.adapters == ("letters", "digits")
+    assert bundle.base_path == FIXTURE / "tiny-base" and bundle.warnings == []
+    assert bundle.router_spec is not None and bundle.router_spec.kind == "vocab"
+    assert bundle.entry("digits").modules["model.layers.1.mlp.up_proj"].scale == pytest.approx(6 / 3**0.5)
+
+
+def test_the_bundle_of_format_one_routes_and_computes_as_it_did() -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    from molora_cli import load
+
+    expected = load_file(FIXTURE / "expected.safetensors")
+    model = load(FIXTURE / "bundle", base=str(FIXTURE / "tiny-base"), device="cpu", dtype="float32")
+    assert model.tokenizer("ab 12, c3!")["input_ids"] == expected["ids"][0].tolist()
+    with torch.no_grad():
+        out = model(expected["ids"])
+    assert torch.as_tensor(out.trace.indices).reshape(-1).tolist() == expected["indices"].reshape(-1).tolist()
+    assert set(expected["indices"].reshape(-1).tolist()) == {-1, 0, 1}
+    torch.testing.assert_close(out.logits, expected["logits"], rtol=0, atol=1e-4)
+
+
+def test_a_newer_minor_version_is_read_and_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "b"
+    shutil.copytree(FIXTURE / "bundle", folder)
+    edit(folder, format_version="1.7", new_idea=[{"a": 1}])
+    edit_adapter(folder, new_part="x")
+    bundle = Bundle.open(folder, base=str(FIXTURE / "tiny-base"))
+    bundle.set_router(*a_router("digits"))
+    raw = json.loads((folder / "molora.json").read_text())
+    assert raw["format_version"] == "1.7" and raw["new_idea"] == [{"a": 1}]
+    assert raw["adapters"][0]["new_part"] == "x"
+
+
 # -- router -------------------------------------------------------------------
 def a_router(expert: str = "math") -> tuple[RouterSpec, dict[str, np.ndarray]]:
     stage = StageSpec(kind="fixed", experts=[expert])

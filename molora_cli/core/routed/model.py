@@ -205,8 +205,9 @@ def load(
     """The routed model of a bundle.
 
     base: where the base is, instead of what the bundle says. device: "cpu", "cuda", ...; "auto" = a GPU where
-    there is one. dtype: "float32", "bfloat16", ...; "auto" = as the base is stored. Raises InputError for a
-    bundle that cannot be read, a base that does not match, or a backend that is not available.
+    there is one. dtype: "float32", "bfloat16", ...; "auto" = float32 on the CPU, else as the base is stored.
+    Raises InputError for a bundle that cannot be read or was changed after it was made, a base that does not
+    match, or a backend that is not available.
     """
     from molora_cli.core.adapter.factors import load_bundle_factors
     from molora_cli.core.base.model import load_base_model
@@ -216,6 +217,7 @@ def load(
 
     backend = resolve_backend(backend)
     opened = Bundle.open(bundle, base=base)
+    opened.verify()
     model, tokenizer = load_base_model(
         opened.base_path, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
