@@ -210,7 +210,7 @@ def recovered(
     n = base.sums.shape[0]
     values = []
     for _ in range(draws):
-        rows = rng.integers(0, n, size=n)
+        rows = rng.integers(0, n, size=(n,))
         values.append(np.nanmean(_recovered(base.means(rows), found.means(rows), own.means(rows))))
     low, high = np.nanpercentile(values, [2.5, 97.5])
     return Interval(float(np.nanmean(by_domain)), float(low), float(high)), [float(x) for x in by_domain]
@@ -223,7 +223,7 @@ def mean_nll(tally: Tally, *, draws: int = 1000, seed: int = 0) -> Interval:
     sums, counts = tally.sums.sum(1), tally.counts.sum(1)
     values = []
     for _ in range(draws):
-        rows = rng.integers(0, n, size=n)
+        rows = rng.integers(0, n, size=(n,))
         values.append(sums[rows].sum() / max(1.0, counts[rows].sum()))
     low, high = np.percentile(values, [2.5, 97.5])
     return Interval(float(sums.sum() / counts.sum()), float(low), float(high))
