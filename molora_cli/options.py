@@ -13,7 +13,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no prog
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done and write nothing.")]
 Base = Annotated[
     Optional[str],  # noqa: UP007, UP045 - Typer resolves this annotation at run time on Python 3.10
-    typer.Option("--base", help="Base model: a folder, a .gguf file, org/name[@revision], or smollm2."),
+    typer.Option("--base", help="Base model: a folder, a .gguf file, org/name@revision, or smollm2."),
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Allow code that comes with the base model to run.")
