@@ -261,7 +261,7 @@ def test_the_command_writes_a_router_and_says_what_it_does(bundle: Path, tmp_pat
     with pytest.raises(InputError, match="has a router already"):
         CliRunner().invoke(app, line, catch_exceptions=False)
     human = CliRunner().invoke(app, [*line, "--force"])
-    assert human.exit_code == 0 and "to low" in human.stdout and "router written" in human.stdout
+    assert human.exit_code == 0 and "→low" in human.stdout and "router written" in human.stdout
 
 
 @pytest.mark.parametrize(

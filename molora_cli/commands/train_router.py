@@ -122,12 +122,11 @@ def _show(console: Console, report: Report) -> None:
 
     document: dict[str, Any] = report.document
     names = [name.replace("__base__", "base") for name in document["experts"]]
-    table = Table(box=None, title="held-out tokens, %", title_justify="left")
-    for title in ("domain", "documents", "right", "prompt", "completion"):
+    table = Table(
+        box=None, title="% of held-out tokens; takes: of all tokens, template included", title_justify="left"
+    )
+    for title in ("domain", "docs", "right", "prompt", "answer", *(f"→{n}" for n in names), "takes"):
         table.add_column(title, justify="left" if title == "domain" else "right")
-    for name in names:
-        table.add_column(f"to {name}", justify="right")
-    table.add_column("all tokens", justify="right")
     for name, shown in zip(document["experts"], names, strict=True):
         domain = document["domains"][name]
         total = max(1, sum(domain["took"].values()))

@@ -107,9 +107,9 @@ def _running_sums(e: Tensor, state: State, decays: Sequence[float], chunk: int) 
 def context_features(e: Tensor, averages: Tensor) -> Tensor:
     """The token's own vector and its averages, each layer-normed by itself.
 
-    e (B, T, p), averages (B, T, D, p) -> (B, T, (1 + D) p). A vector of zeros stays zero.
+    e (..., p), averages (..., D, p) -> (..., (1 + D) p). A vector of zeros stays zero.
     """
-    parts = torch.cat([e.unsqueeze(-2), averages], dim=-2)  # (B, T, 1 + D, p)
+    parts = torch.cat([e.unsqueeze(-2), averages], dim=-2)  # (..., 1 + D, p)
     return F.layer_norm(parts, (parts.shape[-1],)).flatten(-2)
 
 

@@ -24,7 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from molora_cli.core.router.context import ContextNet, normalised, sample_rows
-from molora_cli.core.router.features import centre_and_scale, start_averages
+from molora_cli.core.router.features import (
+    causal_averages,
+    centre_and_scale,
+    context_features,
+    start_averages,
+)
 from molora_cli.core.router.files import tensor_name
 from molora_cli.core.router.moments import Moments
 from molora_cli.core.router.spec import RouterSpec, StageSpec
@@ -62,12 +67,14 @@ class _Batches:
         self.centre, self.scale = centre_and_scale(embedding)
         self.table = normalised(embedding, self.centre, self.scale)  # (V, d) float32
 
-    def features(self, net: ContextNet, ids: Tensor) -> Tensor:
-        """Context features (B, T, (1 + D) p) of ids (B, T), differentiable in the projection."""
+    def features(self, net: ContextNet, ids: Tensor, wanted: Tensor) -> Tensor:
+        """Context features (N, (1 + D) p) of the N tokens of ids (B, T) where `wanted` (B, T) is True,
+        differentiable in the projection."""
         distinct, where = torch.unique(ids, return_inverse=True)
         e = F.embedding(where, net.project(self.table[distinct]))
         state = start_averages(ids.shape[0], net.projection, net.decays, dtype=torch.float32)
-        return net.features(e, None, state)[0]
+        averages, _ = causal_averages(e, None, state, net.decays)
+        return context_features(e[wanted], averages[wanted])
 
 
 def _loss(
@@ -76,7 +83,7 @@ def _loss(
     """Mean cross-entropy over labelled tokens, and the share of them that is right."""
     ids, labels, _ = collate(rows)
     known = labels >= 0
-    logits = net(batches.features(net, ids)[known])
+    logits = net(batches.features(net, ids, known))
     right = (logits.detach().argmax(-1) == labels[known]).float().mean()
     return F.cross_entropy(logits, labels[known], label_smoothing=smoothing), float(right)
 
@@ -303,7 +310,7 @@ def _statistics(net: ContextNet, batches: _Batches, rows: RouterRows) -> dict[st
     for first in range(0, len(chosen), 16):
         ids, labels, _ = collate(chosen[first : first + 16])
         known = labels >= 0
-        found = batches.features(net, ids)[known]  # (N, F)
+        found = batches.features(net, ids, known)  # (N, F)
         square += (found.T @ found).double()
         count += torch.bincount(labels[known], minlength=experts)
         total.index_add_(0, labels[known], found.double())
