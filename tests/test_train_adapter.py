@@ -51,7 +51,7 @@ def base(tiny_llama: Path) -> SimpleNamespace:
 def job(tmp_path: Path) -> AdapterJob:
     path = tmp_path / "say.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows()), encoding="utf-8")
-    return AdapterJob("say", path, source="Made up for a test, CC0.")
+    return AdapterJob("say", path, source="Made up for a test, CC0.", licence="cc0-1.0")
 
 
 def trainer(tiny_llama: Path, settings: TrainSettings = SETTINGS, init: Path | None = None) -> AdapterTrainer:
@@ -110,7 +110,7 @@ def test_the_card_says_where_it_comes_from_and_names_no_folder(
     card = (tmp_path / "out" / "say" / "README.md").read_text()
     assert hashlib.sha256(job.data.read_bytes()).hexdigest() in card
     assert "Made up for a test, CC0." in card and "molora train-adapter say=say.jsonl" in card
-    assert f"base_model: {BASE_ID}" in card and "--rank 2" in card
+    assert f'base_model: "{BASE_ID}"\nlicense: "cc0-1.0"' in card and "--rank 2" in card
     for path in (tmp_path / "out" / "say").iterdir():
         assert str(tmp_path).encode() not in path.read_bytes()
         assert str(base.path).encode() not in path.read_bytes()
@@ -279,11 +279,11 @@ def test_jobs_are_checked_before_any_training(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n')
     with pytest.raises(InputError, match="no data"):
-        plan_jobs({}, held_out={}, init={}, source={})
+        plan_jobs({}, held_out={}, init={}, source={}, licence={})
     with pytest.raises(InputError, match="no file"):
-        plan_jobs({"a": tmp_path / "b.jsonl"}, held_out={}, init={}, source={})
+        plan_jobs({"a": tmp_path / "b.jsonl"}, held_out={}, init={}, source={}, licence={})
     with pytest.raises(InputError, match="no data is given for b"):
-        plan_jobs({"a": path}, held_out={"b": path}, init={}, source={})
+        plan_jobs({"a": path}, held_out={"b": path}, init={}, source={}, licence={})
 
 
 def test_rows_without_completion_are_refused(base: SimpleNamespace, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class TrainAdapterSection(RecipeSection):
     val: dict[str, RecipePath] = Field(default_factory=dict)
     init: dict[str, RecipePath] = Field(default_factory=dict)
     source: dict[str, str] = Field(default_factory=dict)
+    licence: dict[str, str] = Field(default_factory=dict)
     rank: int = 4
     alpha: float = 0.0
     target: str | list[str] = "all-linear"
@@ -101,6 +102,9 @@ def command(
     source: Annotated[
         list[str] | None, typer.Option(help="NAME=TEXT: data sets and their licences, for the card.")
     ] = None,
+    licence: Annotated[
+        list[str] | None, typer.Option(help="NAME=ID: the adapter's licence, say apache-2.0.")
+    ] = None,
     recipe: options.Recipe = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -117,7 +121,13 @@ def command(
     out = Out(json_mode=json, quiet=quiet)
     section = load_recipe(recipe, "train-adapter", TrainAdapterSection) if recipe else {}
     named: dict[str, dict[str, str]] = {}
-    for key, texts in (("data", data), ("val", val), ("init", init), ("source", source)):
+    for key, texts in (
+        ("data", data),
+        ("val", val),
+        ("init", init),
+        ("source", source),
+        ("licence", licence),
+    ):
         named[key] = {**section.get(key, {}), **dict(parse_named(text) for text in texts or ())}
     flags = {
         "output": output,
@@ -144,7 +154,13 @@ def command(
         raise InputError("no base is given", "name the model the adapters are for: --base smollm2")
     settings = settings_from(chosen)
     paths = {k: {n: Path(p).expanduser() for n, p in named[k].items()} for k in ("data", "val", "init")}
-    jobs = plan_jobs(paths["data"], held_out=paths["val"], init=paths["init"], source=named["source"])
+    jobs = plan_jobs(
+        paths["data"],
+        held_out=paths["val"],
+        init=paths["init"],
+        source=named["source"],
+        licence=named["licence"],
+    )
     with out.progress("preparing the base") as ticker:
         resolved = resolve_base(base_name, ticker=ticker)
     results = []

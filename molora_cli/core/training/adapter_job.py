@@ -48,6 +48,7 @@ def plan_jobs(
     held_out: Mapping[str, Path],
     init: Mapping[str, Path],
     source: Mapping[str, str],
+    licence: Mapping[str, str],
 ) -> list[AdapterJob]:
     """One job per adapter, checked before anything is trained.
 
@@ -66,7 +67,10 @@ def plan_jobs(
     for name, path in data.items():
         if not path.is_file():
             raise InputError(f"the data of {name} is no file: {path}", "check the path")
-    return [AdapterJob(n, p, held_out.get(n), init.get(n), source.get(n, "")) for n, p in data.items()]
+    return [
+        AdapterJob(n, p, held_out.get(n), init.get(n), source.get(n, ""), licence.get(n, ""))
+        for n, p in data.items()
+    ]
 
 
 def train_job(

@@ -23,7 +23,8 @@ CONFIG = "adapter_config.json"
 class AdapterJob:
     """One adapter to train. data, held_out: JSON Lines; without held_out a part of the data is kept back.
 
-    init: a LoRA folder to start from. source: what the data are and under which licence, for the card.
+    init: a LoRA folder to start from. For the card, source: what the data are and under which licence, in words;
+    licence: the adapter's own, as an identifier.
     """
 
     name: str
@@ -31,6 +32,7 @@ class AdapterJob:
     held_out: Path | None = None
     init: Path | None = None
     source: str = ""
+    licence: str = ""
 
 
 class BaseName(Protocol):
@@ -103,7 +105,10 @@ def card_text(
     start = ""
     if job.init is not None:
         start = f"It starts from `{job.init.name}`, an earlier LoRA cut to rank {settings.rank} by SVD.\n"
-    measured = f"`{job.held_out.name}`" if job.held_out is not None else "rows kept back from the data"
+    measured = f"{held_out} rows kept back from the data"
+    if job.held_out is not None:
+        measured = f"the first {held_out} rows of `{job.held_out.name}`"
+    licence = f"license: {json.dumps(job.licence)}\n" if job.licence else ""
     versions = ", ".join(
         f"{name} {version}"
         for name, version in (
@@ -114,8 +119,8 @@ def card_text(
         )
     )
     return f"""---
-base_model: {base.id}
-library_name: peft
+base_model: {json.dumps(base.id)}
+{licence}library_name: peft
 tags: [lora]
 ---
 # {job.name}: a LoRA adapter for {base.id}
@@ -136,7 +141,7 @@ It took {result.seconds:.0f} s.
 Versions: {versions}.
 `{METRICS}` holds the loss of every step.
 
-## Held-out NLL, nats per completion token ({held_out} rows, {measured})
+## Held-out NLL, nats per completion token ({measured})
 base: {nats(result.nll_base)}
 with the adapter: {nats(result.nll)}
 """
