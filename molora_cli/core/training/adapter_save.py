@@ -23,7 +23,7 @@ CONFIG = "adapter_config.json"
 class AdapterJob:
     """One adapter to train. data, held_out: JSON Lines; without held_out a part of the data is kept back.
 
-    init: a LoRA folder to start from. For the card, source: what the data are and under which licence, in words;
+    init: a LoRA folder to start from. For the card, source: what the data are and their licence, in words;
     licence: the adapter's own, as an identifier.
     """
 
