@@ -106,8 +106,8 @@ def command(
         again=shlex.join(["molora", *(a for a in sys.argv[1:] if a != "--resume"), "--resume"]),
     )
     opened = Bundle.open(path, base)
-    with out.progress("reading rows") as reading, out.progress("training") as training:
-        report = train_router(opened, job, reading=reading, training=training, warn=out.warn)
+    with out.progress("training the router") as ticker:
+        report = train_router(opened, job, ticker=ticker, warn=out.warn)
     for text in [*opened.warnings, *report.notes]:
         out.note(text)
     out.result(report.document, lambda console: _show(console, report))

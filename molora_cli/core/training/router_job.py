@@ -63,27 +63,27 @@ def train_router(
     bundle: Bundle,
     job: Job,
     *,
-    reading: Ticker = no_ticks,
-    training: Ticker = no_ticks,
+    ticker: Ticker = no_ticks,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Train a context router on labelled rows and write it into the bundle.
 
-    warn: called for what is wrong with the data before training starts. Raises InputError for rows, names or
-    options that do not fit; router_loop.Interrupted on Ctrl-C.
+    ticker: sees the rows being read, then the steps. warn: called for what is wrong with the data before
+    training starts, and with the router after it. Raises InputError for rows, names or options that do not
+    fit; router_loop.Interrupted on Ctrl-C.
     """
     _check(bundle, job)
     domains = _domains(bundle, job.data)
     warnings = _data_warnings(bundle, domains)
     for text in warnings:
         warn(text)
-    base_path = bundle.find_base(ticker=reading)
+    base_path = bundle.find_base(ticker=ticker)
     tokenizer = load_tokenizer(base_path)
     if tokenizer is None:
         raise InputError(
             f"the base {base_path} has no tokenizer", "put its tokenizer.json beside its weights"
         )
-    rows = prepare(domains, tokenizer, job.settings, ticker=reading)
+    rows = prepare(domains, tokenizer, job.settings, ticker=ticker)
     embedding = read_embedding(base_path)
     work = job.work or work_folder(bundle)
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def train_router(
             work=work,
             resume=job.resume,
             again=job.again,
-            ticker=training,
+            ticker=ticker,
             record=record,
         )
         stage = ContextStage(
