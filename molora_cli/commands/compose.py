@@ -28,7 +28,7 @@ EPILOG = """Examples:
 
 molora compose -o my-bundle --base smollm2 math=./adapters/math code=./adapters/code
 
-molora compose --recipe recipes/quickstart.yaml --dry-run
+molora compose --recipe recipes/demo.yaml -o my-bundle --dry-run
 """
 DEFAULTS: dict[str, Any] = {
     "output": None,
@@ -36,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "adapters": [],
     "allow_noop": False,
     "same_base": False,
+    "modules_to_save": None,
     "default": False,
 }
 
@@ -48,6 +49,7 @@ class ComposeSection(RecipeSection):
     adapters: dict[str, RecipeRef] = Field(default_factory=dict)
     allow_noop: bool = False
     same_base: bool = False
+    modules_to_save: str | None = None
     default: bool = False
 
 
@@ -58,7 +60,7 @@ def register(app: typer.Typer) -> None:
 
 def command(
     adapters: Annotated[
-        Texts, typer.Argument(metavar="NAME=ADAPTER...", help="Folder or org/name[@rev].")
+        Texts, typer.Argument(metavar="NAME=ADAPTER...", help="Folder or org/name@revision.")
     ] = None,
     output: Annotated[Place, typer.Option("--output", "-o", help="Folder of the new bundle.")] = None,
     base: options.Base = None,
@@ -72,6 +74,14 @@ def command(
     same_base: Annotated[
         Switch,
         typer.Option("--same-base", help="The adapters name their base differently but mean one model."),
+    ] = None,
+    modules_to_save: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--modules-to-save",
+            metavar="svd:R",
+            help="Approximate full copies of modules in an adapter by LoRA of rank R; the error is shown.",
+        ),
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     force: options.Force = False,
@@ -92,6 +102,7 @@ def command(
         "default": default,
         "allow_noop": allow_noop,
         "same_base": same_base,
+        "modules_to_save": modules_to_save,
     }
     section = load_recipe(recipe, "compose", ComposeSection) if recipe else {}
     settings = merge(flags, section, DEFAULTS)
@@ -111,11 +122,13 @@ def command(
 
 
 def _request(settings: dict[str, Setting], *, force: bool, trust_remote_code: bool) -> Any:
+    from molora_cli.core.adapter.saved import parse_saved
     from molora_cli.core.compose import Request, parse_adapters
     from molora_cli.errors import InputError
 
     if not settings["output"].value:
         raise InputError("no output was named", "molora compose -o BUNDLE ...")
+    saved = settings["modules_to_save"].value
     return Request(
         output=Path(settings["output"].value).expanduser(),
         adapters=parse_adapters(settings["adapters"].value),
@@ -124,6 +137,7 @@ def _request(settings: dict[str, Setting], *, force: bool, trust_remote_code: bo
         allow_noop=settings["allow_noop"].value,
         same_base=settings["same_base"].value,
         trust_remote_code=trust_remote_code,
+        saved_rank=parse_saved(saved) if saved else None,
     )
 
 
