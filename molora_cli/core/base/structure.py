@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from molora_cli.core.adapter.files import read_json
+from molora_cli.core.adapter.files import parse_json, read_json
 from molora_cli.core.adapter.header import TensorInfo, read_header
 from molora_cli.errors import InputError
 from molora_cli.text import shorten
@@ -48,6 +48,9 @@ _PREFIXES = {
 }
 # experts are three-dimensional parameters in transformers 5, not modules, whatever their files look like
 _NOT_MODULES = re.compile(r"(\.experts\.|\.block_sparse_moe\.|rotary_emb\.)")
+_POSITIONS = ("wpe", "embed_positions")
+# bitsandbytes stores a 4-bit weight flat, and beside it the text of its state
+_PACKED = ".quant_state.bitsandbytes__"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|\Z)")
 
 
@@ -171,49 +174,62 @@ def _kind(module: str, model_type: str) -> str:
     return "conv1d" if model_type in _CONV1D_TYPES and last in _CONV1D_NAMES else "linear"
 
 
+def _packed_shape(info: TensorInfo, file: Path) -> tuple[int, ...]:
+    """The shape that a weight packed by bitsandbytes had, out of the JSON text stored beside it."""
+    with file.open("rb") as handle:
+        handle.seek(info.start)
+        state = parse_json(handle.read(min(info.stop - info.start, 1 << 16)), file, info.name)
+    shape = state.get("shape")
+    if not isinstance(shape, list) or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise InputError(f"{file}: {shorten(info.name)} states no shape", "download the base again")
+    return tuple(shape)
+
+
+def _matrices(base_path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Module as the files name it -> (tensor name, shape) of every two-dimensional weight."""
+    infos = read_tensor_infos(base_path)
+    packed = {
+        name.partition(_PACKED)[0]: _packed_shape(info, file)
+        for name, (info, file) in infos.items()
+        if _PACKED in name
+    }
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, (info, _) in infos.items():
+        shape = packed.get(name, info.shape)
+        if name.endswith(".weight") and len(shape) == 2 and not _NOT_MODULES.search("." + name):
+            found[name.removesuffix(".weight")] = (name, shape)
+    return found
+
+
 def read_structure(base_path: Path) -> BaseModules:
     """The modules of the base in `base_path` (a folder with config.json and safetensors).
 
     Names are those of transformers' causal LM, also where the file was saved from the bare decoder. A tied
-    head, which has no tensor, appears as a linear module of the embedding's shape.
+    head, which has no tensor, appears as a linear module of the embedding's shape; weights packed to 4 bits
+    by bitsandbytes have the shape they unpack to.
     Raises InputError where config.json or the weights are missing or damaged.
     """
     config = read_config(base_path)
     text = text_config(config)
     model_type = str(text.get("model_type") or config.get("model_type") or "")
     prefix = _PREFIXES.get(model_type, "model") + "."
-    shapes = {
-        name.removesuffix(".weight"): (name, shape)
-        for name, (shape, _, _) in read_tensor_shapes(base_path).items()
-        if name.endswith(".weight") and len(shape) == 2 and not _NOT_MODULES.search("." + name)
-    }
-    bare = not any(prefix in f"{module}." for module in shapes)
+    stored = _matrices(base_path)
+    bare = not any(prefix in f"{module}." for module in stored)
     modules: dict[str, ModuleShape] = {}
     tensors: dict[str, str] = {}
-    for stored, (name, shape) in shapes.items():
-        module = prefix + stored if bare and not stored.startswith(_HEADS) else stored
+    for written, (name, shape) in stored.items():
+        module = prefix + written if bare and not written.startswith(_HEADS) else written
         kind = _kind(module, model_type)
-        first_is_input = kind in ("conv1d", "embedding")
-        inputs, outputs = shape if first_is_input else shape[::-1]
+        inputs, outputs = shape if kind in ("conv1d", "embedding") else shape[::-1]
         modules[module] = ModuleShape(kind, inputs, outputs)
         tensors[module] = name
-    embedding = next(
-        (
-            m
-            for m, s in modules.items()
-            if s.kind == "embedding" and not m.endswith(("wpe", "embed_positions"))
-        ),
-        None,
-    )
+    tables = [m for m, s in modules.items() if s.kind == "embedding" and not m.endswith(_POSITIONS)]
+    embedding = tables[0] if tables else None
     head = next((m for m in modules if m.rpartition(".")[2] in ("lm_head", "embed_out")), None)
-    tied = head is None and embedding is not None
-    if tied and embedding is not None:
+    tied = head is None or text.get("tie_word_embeddings") is True
+    if head is None and embedding is not None:
         head = "lm_head"
-        shape_of = modules[embedding]
-        modules[head] = ModuleShape("linear", shape_of.out_features, shape_of.in_features)
-    layers = [n for m in modules if (match := _LAYER.search(m)) for n in [int(match.group(1))]]
-    n_layers = (
-        config_number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-        or max(layers, default=-1) + 1
-    )
+        modules[head] = ModuleShape("linear", modules[embedding].out_features, modules[embedding].in_features)
+    deepest = max((int(match.group(1)) for m in modules if (match := _LAYER.search(m))), default=-1)
+    n_layers = config_number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers") or deepest + 1
     return BaseModules(modules, n_layers, model_type, config, base_path, tied, head, embedding, tensors)
