@@ -164,6 +164,20 @@ def test_special_adapters_equal_peft(case: str) -> None:
     assert torch.equal(model(ids).logits, plain)
 
 
+@torch.no_grad()
+def test_a_move_to_half_precision_keeps_what_dora_needs() -> None:
+    base, ids = tiny("llama"), ids_of()
+    peft = peft_of(base, 15, ["q_proj", "down_proj"], use_dora=True)
+    model = RoutedModel.from_parts(base, {"a": factors_of(peft)})
+    model.only("a")
+    exact = model(ids).logits
+    model.to(torch.bfloat16)
+    assert model(ids).logits.dtype == torch.bfloat16
+    scales = [m.out_scale for m in model.modules() if isinstance(m, RoutedModule)]
+    assert all(scale is not None and scale.dtype == torch.float32 for scale in scales)
+    near(model(ids).logits.float(), exact, 0.1)
+
+
 class PerModule(torch.nn.Module):
     """The mixture of one linear by its definition, from PEFT's own layers: y + sum_k g_k (f_k(x) - y)."""
 

@@ -68,6 +68,7 @@ def test_the_bundles_router_decides(bundle: Path, tiny_llama: Path) -> None:
     routed = model(ids)
     assert routed.trace.indices.flatten().tolist() == [1] * 6
     assert routed.trace.meta["digest"] == model.bundle.digest
+    assert (routed.trace.meta["router"], routed.trace.meta["groups"]) == ("fixed", [[0, 4]])
     model.only("dora")
     assert torch.equal(model(ids).logits, routed.logits)
 

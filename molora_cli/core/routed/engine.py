@@ -162,8 +162,11 @@ class Engine:
     def _routed(
         self, call: Call, route: Route, scores: Tensor | None = None, experts: tuple[str, ...] = ()
     ) -> Routed:
-        meta = tuple(self.meta.items())
-        return Routed(call.ids, call.mask, route.grouped, self.adapters, scores, tuple(experts), meta)
+        meta = [*self.meta.items()]
+        if scores is not None and self.router is not None:  # the router decided, and cut the layers
+            meta += [("router", self.router.spec.kind)]
+            meta += [("groups", [list(layers) for layers in self.router.group_ranges])]
+        return Routed(call.ids, call.mask, route.grouped, self.adapters, scores, tuple(experts), tuple(meta))
 
     # -- after the forward ---------------------------------------------------
     def _after(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:

@@ -232,5 +232,9 @@ def load(
         n_layers=routed.engine.context.n_layers, embedding=weight.detach(), device=weight.device
     )
     routed.router = load_router(opened, around)
-    routed.engine.meta = {"bundle": str(opened.path), "digest": opened.digest}
+    routed.engine.meta = {
+        "bundle": str(opened.path),
+        "digest": opened.digest,
+        "base": opened.manifest.base.id,
+    }
     return routed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,6 +84,15 @@ class RoutedModule(nn.Module):
             if f.bias is not None:
                 out_bias[slot] = f.scale * f.bias.to(device).float()
         return out_bias
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoutedModule:
+        """Follow the model to another device or dtype, but keep DoRA's factors and the biases in float32: a
+        factor near one would lose what makes it differ from one."""
+        exact = {name: getattr(self, name) for name in ("out_scale", "out_bias")}
+        super()._apply(fn, recurse)
+        for name, tensor in exact.items():
+            setattr(self, name, None if tensor is None else tensor.to(self.A.device))
+        return self
 
     def _plan(self, lead: torch.Size) -> Plan | None:
         """This layer's plan, checked against the leading dimensions of what the module was given."""
