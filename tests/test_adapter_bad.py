@@ -273,12 +273,16 @@ def test_links_and_folders(folder: Path, tiny_llama: Path) -> None:
 
 def test_other_formats_by_name(folder: Path, tiny_llama: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapters.safetensors")
-    assert "MLX adapter" in refused(folder, tiny_llama).message
-    assert "MLX adapter" in refused(folder / "adapters.safetensors", tiny_llama).message
+    assert "adapter of MLX" in refused(folder, tiny_llama).message
+    (folder / "adapter_config.json").rename(folder / "other.json")
+    assert "MLX adapter without" in refused(folder / "adapters.safetensors", tiny_llama).message
     (folder / "x.gguf").write_bytes(b"GGUF")
-    assert "GGUF" in refused(folder / "x.gguf", tiny_llama).message
+    assert "x.gguf is incomplete" in refused(folder / "x.gguf", tiny_llama).message
     (folder / "adapters.safetensors").unlink()
-    assert "GGUF" in refused(folder, tiny_llama).message
+    assert "x.gguf is incomplete" in refused(folder, tiny_llama).message
+    (folder / "adapter_model.pt").write_bytes(b"PK")
+    (folder / "x.gguf").unlink()
+    assert "torchtune" in refused(folder, tiny_llama).message
     (folder / "xlora_config.json").write_text("{}")
     assert "X-LoRA" in refused(folder, tiny_llama).message
     assert "whole model" in refused(tiny_llama, tiny_llama).message

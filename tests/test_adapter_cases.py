@@ -24,9 +24,6 @@ from molora_cli.core.base.structure import read_structure
 from molora_cli.errors import InputError
 from molora_cli.refs import Ref
 
-# formats that are recognised and refused by name; reading them is a later step
-NOT_YET = ("formats/mlx_", "formats/gguf/", "adapters/xlora_folder")
-
 
 def read(cases: Path, path: str, base: str, **options: bool) -> Adapter:
     return read_adapter(
@@ -70,7 +67,7 @@ def rows(cases: Path) -> list[dict[str, str]]:
 
 def test_index(cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The column `must` of every row: the logits are right, or the refusal names what it should."""
-    counts = {"exact": 0, "refused": 0, "refused by name for now": 0}
+    counts = {"exact": 0, "refused": 0}
     wrong: list[str] = []
     for row in rows(cases):
         path, must = row["path"], row["must"]
@@ -78,9 +75,8 @@ def test_index(cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         try:
             adapter = read(cases, path, row["base"], allow_noop="allow-noop" in must)
         except InputError as error:
-            later = path.startswith(NOT_YET)
-            counts["refused by name for now" if later and must.startswith("exact") else "refused"] += 1
-            if not later and must.startswith("exact") and "refused" not in must:
+            counts["refused"] += 1
+            if must.startswith("exact") and "refused" not in must:
                 wrong.append(f"{path}: refused ({error.message})")
             if not error.remedy or len(str(error).splitlines()) > 3 or Path(path).name not in error.message:
                 wrong.append(f"{path}: unclear refusal ({error})")
@@ -120,9 +116,22 @@ def test_other_bases(cases: Path) -> None:
 
 
 def test_xlora_folder_names_its_adapters(cases: Path) -> None:
-    adapter = read(cases, "adapters/xlora_folder/0", "llama")
-    assert any("saved by X-LoRA" in n for n in adapter.notes)
-    assert any("adapts 3 of 4 layers" in n for n in adapter.notes)
+    with pytest.raises(InputError, match=r"classifier lost layers\.0\.weight") as caught:
+        read(cases, "adapters/xlora_folder", "llama")
+    for inner, original, layer in (("0", "plain_qv", 1), ("1", "plain_code", 0)):
+        folder = f"adapters/xlora_folder/{inner}"
+        assert str(cases / folder) in caught.value.remedy
+        adapter = read(cases, folder, "llama")
+        assert any("saved by X-LoRA" in n for n in adapter.notes)
+        assert any(
+            f"lost {2 if inner == '0' else 4} of" in n and f"(layer {layer})" in n for n in adapter.notes
+        )
+        whole = load_factors(read(cases, f"adapters/{original}", "llama"))
+        kept = load_factors(adapter)
+        assert kept.keys() == {m for m in whole if f".layers.{layer}." not in m}
+        for module, factors in kept.items():
+            assert factors.scale == whole[module].scale
+            assert torch.equal(factors.A, whole[module].A) and torch.equal(factors.B, whole[module].B)
 
 
 def test_configs_table(cases: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +149,8 @@ def test_configs_table(cases: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         sys.stdout.write("\n" + "\n".join(lines) + "\n")
     refused = {name for name, v in verdicts.items() if not v.supported}
-    assert {n for n in verdicts if n.startswith(("refuse_", "mlx_", "BAD_", "not_peft"))} <= refused
+    assert {n for n in verdicts if n.startswith(("refuse_", "BAD_", "not_peft"))} <= refused
+    assert not {n for n in verdicts if n.startswith("mlx_")} & refused
     assert {
         "bloom_enable_lora_mergedlinear_2023", "dinov3_null_base", "distilbert_dup_modules_to_save_020",
         "gen_REFUSE_seq_cls", "gen_alora", "gen_bias_all", "gen_layer_replication", "gen_mixtral_both",

@@ -7,14 +7,23 @@ A field that changes the function is understood or the reason for a refusal: not
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from molora_cli.core.adapter.mlx_config import classify_mlx, is_mlx
 from molora_cli.core.adapter.patterns import check_pattern, pattern_key
+from molora_cli.core.adapter.verdict import (
+    Classification,
+    Findings,
+    Reason,
+    active,
+    check_factor,
+    check_rank,
+)
 from molora_cli.errors import InputError
 from molora_cli.text import printable, shorten
 
-MAX_RANK = 65536
 _ADAPTER = "give a LoRA adapter made by PEFT"
 
 # fields that describe the training or the origin and never the function
@@ -38,7 +47,8 @@ _HONOURED = frozenset(
 _REFUSED = {
     "modules_to_save": (
         "the adapter carries full copies of modules, which no low-rank adapter can express",
-        "train without modules_to_save, or with LoRA on these modules (target_modules)",
+        "--modules-to-save svd:16 approximates each by LoRA of rank 16 and says how closely; "
+        "or train with LoRA on these modules",
     ),
     "target_parameters": (
         "LoRA on the experts' parameters (target_parameters) is not supported",
@@ -90,43 +100,11 @@ _OTHER_FAMILIES = frozenset(
 
 
 @dataclass(frozen=True)
-class Reason:
-    """Why an adapter is refused: the field at fault ("": the file as a whole), why, the way out."""
-
-    field: str
-    why: str
-    remedy: str
-
-    def error(self, where: str) -> InputError:
-        """The same as an error about the file `where`."""
-        return InputError(f"{where}: {self.field + ': ' if self.field else ''}{self.why}", self.remedy)
-
-
-@dataclass(frozen=True)
-class Classification:
-    """kind: "lora", "xlora", "mlx", "peft-other" or "unknown". No `reasons`: supported."""
-
-    kind: str
-    reasons: tuple[Reason, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def supported(self) -> bool:
-        return not self.reasons
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON: verdict "supported" or "refused", the kind, reasons with fields and remedies, notes."""
-        return {
-            "verdict": "supported" if self.supported else "refused",
-            "kind": self.kind,
-            "reasons": [{"field": r.field, "why": r.why, "remedy": r.remedy} for r in self.reasons],
-            "notes": list(self.notes),
-        }
-
-
-@dataclass(frozen=True)
 class LoraSettings:
-    """The numbers of a supported config. Patterns map PEFT's keys (regex suffixes) to a rank or alpha."""
+    """The numbers of a supported config. Patterns map PEFT's keys (regex suffixes) to a rank or alpha.
+
+    fixed: module path in the file -> (rank, alpha), which win over everything else.
+    """
 
     r: int
     alpha: float
@@ -135,24 +113,11 @@ class LoraSettings:
     bias: bool
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     def scale(self, rank: int, alpha: float) -> float:
         """alpha / r, or alpha / sqrt(r) with rsLoRA (arXiv 2312.03732)."""
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
-
-
-class _Findings:
-    def __init__(self) -> None:
-        self.reasons: list[Reason] = []
-        self.notes: list[str] = []
-
-    def refuse(self, name: str, why: str, remedy: str) -> None:
-        self.reasons.append(Reason(name, why, remedy))
-
-
-def active(value: Any) -> bool:
-    """Whether a field of unknown meaning may change something: not null, false, empty, zero or "none"."""
-    return not (value is None or value is False or value in ("", "none", 0) or value in ([], {}))
 
 
 def classify(config: dict[str, Any]) -> Classification:
@@ -160,7 +125,7 @@ def classify(config: dict[str, Any]) -> Classification:
     special = _other_kinds(config)
     if special is not None:
         return special
-    found = _Findings()
+    found = Findings()
     _check_task(config, found)
     _check_fields(config, found)
     _check_numbers(config, found)
@@ -182,15 +147,8 @@ def _other_kinds(config: dict[str, Any]) -> Classification | None:
         named = shorten(str(kind), 40)
         why = f"{named} is another method than LoRA: its tensors have another meaning"
         return Classification("peft-other", (Reason("peft_type", why, _ADAPTER),))
-    if (
-        "lora_parameters" in config
-        or "fine_tune_type" in config
-        or {"lora_layers", "adapter_path"} <= set(config)
-    ):
-        how = config.get("fine_tune_type", "lora")
-        why = "it is an MLX adapter" if how != "full" else "it is a full fine-tune by MLX, not an adapter"
-        remedy = "convert it to PEFT first: the factors are transposed and alpha is scale times rank"
-        return Classification("mlx", (Reason("", why, remedy if how != "full" else _ADAPTER),))
+    if is_mlx(config):
+        return classify_mlx(config)
     keys = ", ".join(shorten(str(k), 30) for k in list(config)[:6]) or "none"
     why = f"it is no PEFT adapter config: peft_type is missing, as are r and lora_alpha (fields: {keys})"
     if "r" in config or "lora_alpha" in config:
@@ -198,7 +156,7 @@ def _other_kinds(config: dict[str, Any]) -> Classification | None:
     return Classification("unknown", (Reason("peft_type", why, 'a LoRA config says "peft_type": "LORA"'),))
 
 
-def _check_task(config: dict[str, Any], found: _Findings) -> None:
+def _check_task(config: dict[str, Any], found: Findings) -> None:
     task = config.get("task_type")
     if task is not None and task not in _TASKS_OF_TEXT:
         found.refuse(
@@ -226,7 +184,7 @@ def _check_task(config: dict[str, Any], found: _Findings) -> None:
         )
 
 
-def _check_fields(config: dict[str, Any], found: _Findings) -> None:
+def _check_fields(config: dict[str, Any], found: Findings) -> None:
     for name, value in config.items():
         if name in _SILENT or name in _HONOURED or name == "bias":
             continue
@@ -248,10 +206,10 @@ def _check_fields(config: dict[str, Any], found: _Findings) -> None:
         )
 
 
-def _check_numbers(config: dict[str, Any], found: _Findings) -> None:
-    _check_rank("r", config.get("r", 8), found)
-    _check_alpha("lora_alpha", config.get("lora_alpha", 8), found)
-    for name, check in (("rank_pattern", _check_rank), ("alpha_pattern", _check_alpha)):
+def _check_numbers(config: dict[str, Any], found: Findings) -> None:
+    check_rank("r", config.get("r", 8), found)
+    check_factor("lora_alpha", config.get("lora_alpha", 8), found)
+    for name, check in (("rank_pattern", check_rank), ("alpha_pattern", check_factor)):
         pattern = config.get(name)
         if pattern is None:
             continue
@@ -272,34 +230,7 @@ def _check_numbers(config: dict[str, Any], found: _Findings) -> None:
         found.refuse("lora_bias", "cannot be combined with use_dora", "train with one of the two")
 
 
-def _check_rank(name: str, value: Any, found: _Findings) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        found.refuse(
-            name, f"the rank must be a whole number, not {shorten(str(value), 30)}", f"correct {name}"
-        )
-    elif not 1 <= value <= MAX_RANK:
-        found.refuse(
-            name, f"the rank must be from 1 to {MAX_RANK}, not {shorten(str(value), 30)}", f"correct {name}"
-        )
-
-
-def _check_alpha(name: str, value: Any, found: _Findings) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        found.refuse(name, f"must be a number, not {shorten(str(value), 30)}", f"correct {name}")
-        return
-    try:
-        usable = math.isfinite(float(value)) and abs(float(value)) <= 1e30
-    except OverflowError:
-        usable = False
-    if not usable:
-        found.refuse(name, f"must be a finite number, not {shorten(str(value), 30)}", f"correct {name}")
-    elif value == 0:
-        found.refuse(name, "is 0: the adapter would change nothing", f"correct {name}")
-    elif value < 0:
-        found.notes.append(f"{name} is negative ({value}): the adapter is subtracted")
-
-
-def _check_targets(config: dict[str, Any], found: _Findings) -> None:
+def _check_targets(config: dict[str, Any], found: Findings) -> None:
     for name in ("target_modules", "exclude_modules"):
         value = config.get(name)
         if isinstance(value, str):
@@ -317,7 +248,7 @@ def _check_targets(config: dict[str, Any], found: _Findings) -> None:
             found.refuse("layers_to_transform", "must be layer numbers", "correct layers_to_transform")
 
 
-def _check_init(config: dict[str, Any], found: _Findings) -> None:
+def _check_init(config: dict[str, Any], found: Findings) -> None:
     init = config.get("init_lora_weights", True)
     if isinstance(init, bool) or init is None:
         return
@@ -337,7 +268,7 @@ def _check_init(config: dict[str, Any], found: _Findings) -> None:
         )
 
 
-def _note_base(config: dict[str, Any], found: _Findings) -> None:
+def _note_base(config: dict[str, Any], found: Findings) -> None:
     base = config.get("base_model_name_or_path")
     if isinstance(base, str) and quantised_name(base):
         found.notes.append(

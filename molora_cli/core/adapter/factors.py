@@ -15,7 +15,7 @@ from molora_cli.core.adapter.fuse import factor_arrays
 from molora_cli.core.adapter.header import read_header
 from molora_cli.core.adapter.locate import WEIGHTS
 from molora_cli.core.adapter.names import Named, group, parse_key
-from molora_cli.core.adapter.tensors import TensorFile, open_tensors
+from molora_cli.core.adapter.tensors import TensorFile
 from molora_cli.core.adapter.types import Adapter
 from molora_cli.errors import InputError
 from molora_cli.text import shorten
@@ -49,7 +49,7 @@ class Factors:
 
 def load_factors(adapter: Adapter) -> dict[str, Factors]:
     """The factors of every module of an adapter that `read_adapter` checked, by module path."""
-    file = open_tensors(adapter.weights)
+    file = adapter.open()
     found: dict[str, Factors] = {}
     for path, module in adapter.modules.items():
         tensors = {
@@ -103,7 +103,7 @@ def _factors(tensors: dict[str, Tensor], scale: float, kind: str) -> Factors:
 
 def _tensor(dtype: str, array: NDArray[Any]) -> Tensor:
     """A torch tensor with memory of its own, so that the file can go away."""
-    own = np.array(array)
+    own = np.array(array, order="C")
     if dtype == "BF16":
         return torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
     tensor = torch.from_numpy(own)

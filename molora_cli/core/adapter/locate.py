@@ -1,4 +1,4 @@
-"""From the name of an adapter to its files: a folder, a file in one, or a hub repository. Never a guess."""
+"""From the name of an adapter to its files: a folder, a file, or a hub repository. Never a guess."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from molora_cli.core.adapter.files import listing, shown
+from molora_cli.core.adapter.mlx_config import WEIGHTS as MLX_WEIGHTS
 from molora_cli.errors import InputError
 from molora_cli.refs import Ref, offline
 from molora_cli.text import shorten
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # the first one wins, as in PEFT
-_HUB_FILES = (CONFIG, WEIGHTS[0], "README.md", "adapters.safetensors", "xlora_config.json")
-_TO_PEFT = "convert it to a PEFT adapter first (adapter_config.json and adapter_model.safetensors)"
+_HUB_FILES = (CONFIG, WEIGHTS[0], "README.md", *MLX_WEIGHTS, "xlora_config.json")
+_TORCHTUNE = ("adapter_model.pt", "adapter_0.pt")
 
 
 @dataclass(frozen=True)
 class Located:
-    """folder: where the adapter lies; config and weights: its files; revision: the hub's commit."""
+    """folder: where the adapter lies; weights: its tensors; config: adapter_config.json, None for GGUF;
+    format: "peft", "mlx" or "gguf"; revision: the hub's commit."""
 
     folder: Path
-    config: Path
+    config: Path | None
     weights: Path
     revision: str | None = None
+    format: str = "peft"
 
 
 def locate(ref: Ref) -> Located:
@@ -34,26 +37,40 @@ def locate(ref: Ref) -> Located:
         return _in_folder(folder, str(ref), revision)
     if ref.path is None:
         raise InputError(f"'{ref}' is a built-in base, not an adapter", "give a folder or a hub id")
-    return _in_folder(_folder_of(ref.path), shown(ref.path), None)
+    path = ref.path
+    if _is_folder(path):
+        return _in_folder(path, shown(path), None)
+    if path.suffix == ".gguf":
+        return Located(path.parent, None, path, None, "gguf")
+    if path.name.endswith(MLX_WEIGHTS):
+        return _mlx(path.parent, path, shown(path), None)
+    return _in_folder(_folder_around(path), shown(path), None)
 
 
-def _folder_of(path: Path) -> Path:
-    """The folder that a path means: itself, or the one around one of the files of an adapter."""
+def _is_folder(path: Path) -> bool:
+    """Raises InputError for what is neither a folder nor an ordinary file."""
     try:
         mode_known = path.stat()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{shown(path)} cannot be opened: {reason}", "check the path") from error
     if path.is_dir():
-        return path
+        return True
     if not path.is_file():
         raise InputError(
             f"{shown(path)} is neither a folder nor a file (mode {mode_known.st_mode:o})", "check the path"
         )
-    _refuse_by_suffix(path)
+    return False
+
+
+def _folder_around(path: Path) -> Path:
+    """The folder of one of the files of an adapter."""
+    if path.name in _TORCHTUNE:
+        raise _torchtune(shown(path))
     if path.name not in (CONFIG, *WEIGHTS):
         raise InputError(
-            f"{shown(path)} is not one of an adapter's files ({CONFIG}, {', '.join(WEIGHTS)})",
+            f"{shown(path)} is not one of an adapter's files "
+            f"({CONFIG}, {', '.join((*WEIGHTS, *MLX_WEIGHTS))}, *.gguf)",
             "give the adapter's folder",
         )
     used = next((w for w in WEIGHTS if (path.parent / w).exists()), None)
@@ -65,17 +82,21 @@ def _folder_of(path: Path) -> Path:
     return path.parent
 
 
-def _refuse_by_suffix(path: Path) -> None:
-    if path.suffix == ".gguf":
-        raise InputError(f"{shown(path)} is a GGUF file; GGUF adapters are not read", _TO_PEFT)
-    if path.suffix == ".npz" or path.name == "adapters.safetensors":
-        raise InputError(f"{shown(path)} is an MLX adapter; MLX adapters are not read", _TO_PEFT)
-
-
 def _in_folder(folder: Path, name: str, revision: str | None) -> Located:
-    config = folder / CONFIG
     weights = next((folder / w for w in WEIGHTS if os.path.lexists(folder / w)), None)
-    _refuse_by_content(folder, name, weights)
+    if os.path.lexists(folder / "xlora_config.json"):
+        raise InputError(
+            f"{name} is an X-LoRA model (xlora_config.json), a router over several adapters",
+            "compose its adapters themselves, then train a router: molora train-router",
+        )
+    if weights is None:
+        mlx = next((folder / n for n in MLX_WEIGHTS if os.path.lexists(folder / n)), None)
+        if mlx is not None:
+            return _mlx(folder, mlx, name, revision)
+        if not os.path.lexists(folder / CONFIG) and (gguf := _only_gguf(folder, name)) is not None:
+            return Located(folder, None, gguf, revision, "gguf")
+        _refuse_by_content(folder, name)
+    config = folder / CONFIG
     if not os.path.lexists(config):
         raise InputError(
             f"{name} is no adapter: {CONFIG} is missing (there: {listing(folder)})",
@@ -89,21 +110,35 @@ def _in_folder(folder: Path, name: str, revision: str | None) -> Located:
     return Located(folder, config, weights, revision)
 
 
-def _refuse_by_content(folder: Path, name: str, weights: Path | None) -> None:
-    mlx = next((n for n in ("adapters.safetensors", "adapters.npz") if os.path.lexists(folder / n)), None)
-    if mlx and weights is None:
-        raise InputError(f"{name} is an MLX adapter ({mlx}); MLX adapters are not read", _TO_PEFT)
-    if os.path.lexists(folder / "xlora_config.json"):
+def _mlx(folder: Path, weights: Path, name: str, revision: str | None) -> Located:
+    if not os.path.lexists(folder / CONFIG):
         raise InputError(
-            f"{name} is an X-LoRA model (xlora_config.json), a router over several adapters",
-            "compose its adapters themselves, then train a router: molora train-router",
+            f"{name} is an MLX adapter without {CONFIG}: its scale is unknown (there: {listing(folder)})",
+            'add {"fine_tune_type": "lora", "num_layers": N, "lora_parameters": {"rank": R, "scale": S}} '
+            f"as {CONFIG}",
         )
-    gguf = next((p for p in sorted(folder.glob("*.gguf"))), None) if weights is None else None
-    if gguf is not None:
-        raise InputError(
-            f"{name} holds a GGUF file ({shorten(gguf.name)}); GGUF adapters are not read", _TO_PEFT
-        )
-    if weights is None and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+    return Located(folder, folder / CONFIG, weights, revision, "mlx")
+
+
+def _only_gguf(folder: Path, name: str) -> Path | None:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        some = ", ".join(shorten(p.name, 60) for p in found[:4])
+        raise InputError(f"{name} holds {len(found)} GGUF files ({some})", "give one of them by its path")
+    return found[0] if found else None
+
+
+def _torchtune(name: str) -> InputError:
+    return InputError(
+        f"{name} is a checkpoint of torchtune, which does not say rank and alpha",
+        "export it with torchtune as a PEFT adapter (adapter_config.json and adapter_model.safetensors)",
+    )
+
+
+def _refuse_by_content(folder: Path, name: str) -> None:
+    if not os.path.lexists(folder / CONFIG) and any((folder / n).is_file() for n in _TORCHTUNE):
+        raise _torchtune(name)
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         raise InputError(
             f"{name} is a whole model, not an adapter", "give it as --base, or give an adapter's folder"
         )

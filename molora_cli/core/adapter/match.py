@@ -63,10 +63,12 @@ def match(
     numbers: dict[str, _Numbers] = {}
     for path, roles in found.items():
         rank = _check_shapes(path, roles, file, base, homes, fused, where)
-        expected = int(ranks.get(path, settings.r))
+        expected, alpha = settings.fixed.get(path) or (
+            int(ranks.get(path, settings.r)),
+            float(alphas.get(path, settings.alpha)),
+        )
         if rank != expected:
             wrong_rank.append((path, expected, rank))
-        alpha = float(alphas.get(path, settings.alpha))
         numbers[path] = _Numbers(rank, alpha, settings.scale(rank, alpha))
     if wrong_rank:
         path, expected, rank = wrong_rank[0]

@@ -82,6 +82,16 @@ def parse_key(key: str) -> Named | None:
     return Named(key, module, role, tail[0] if tail else "", part.startswith("lora_embedding"))
 
 
+def canonical_key(module: str, role: str, embedding: bool) -> str:
+    """The name under which PEFT saves a tensor of `module` (role "A", "B", "bias" or "magnitude")."""
+    prefix = f"base_model.model.{module}."
+    if role == "magnitude":
+        return prefix + "lora_magnitude_vector"
+    if role == "bias":
+        return prefix + "lora_B.bias"
+    return prefix + (f"lora_embedding_{role}" if embedding else f"lora_{role}.weight")
+
+
 def foreign(key: str) -> str | None:
     """Which other method a tensor's name belongs to, or None."""
     return next((what for pattern, what in _FOREIGN if pattern.search(key)), None)

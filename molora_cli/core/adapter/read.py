@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from molora_cli.core.adapter.config import Classification, base_hint, classify, settings
+from molora_cli.core.adapter.config import Classification, base_hint, classify
 from molora_cli.core.adapter.files import read_json, shown
-from molora_cli.core.adapter.locate import WEIGHTS, Located, locate
+from molora_cli.core.adapter.gguf_header import read_gguf
+from molora_cli.core.adapter.gguf_lora import classify_gguf, gguf_base_hint, gguf_licence, read_gguf_lora
+from molora_cli.core.adapter.locate import CONFIG, Located, locate
 from molora_cli.core.adapter.match import Matched, match
-from molora_cli.core.adapter.names import Named, foreign, group, parse_key
+from molora_cli.core.adapter.mlx import read_mlx
+from molora_cli.core.adapter.names import group
+from molora_cli.core.adapter.peft import is_canonical, read_peft
+from molora_cli.core.adapter.source import Source
 from molora_cli.core.adapter.targets import Targets, check_targets
 from molora_cli.core.adapter.tensors import FLOATS, TensorFile, digest, open_tensors, scan
 from molora_cli.core.adapter.types import Adapter
+from molora_cli.core.adapter.xlora import xlora_error, xlora_losses
 from molora_cli.errors import InputError
 from molora_cli.refs import Ref
 from molora_cli.text import printable, shorten
@@ -24,51 +31,110 @@ if TYPE_CHECKING:
     from molora_cli.core.base.structure import BaseModules
 
 _README_BYTES = 64 << 10
-_AGAIN = "save the adapter again"
 _HALF_MAX = 65504.0  # largest finite float16
 
 
-def read_adapter(name: str, ref: Ref, base: BaseModules, *, allow_noop: bool = False) -> Adapter:
+def read_adapter(
+    name: str, ref: Ref, base: BaseModules, *, allow_noop: bool = False, saved_rank: int | None = None
+) -> Adapter:
     """The adapter `ref` on `base`, fully checked: config, headers, names, shapes, scales, NaN and infinity.
 
+    PEFT folders, MLX-LM adapters and llama.cpp's GGUF LoRA, told apart by what the files are.
     allow_noop: accept an adapter whose factors are zero and which therefore changes nothing.
+    saved_rank: approximate full copies of modules (modules_to_save) by LoRA of this rank; None refuses them.
     Raises InputError naming the file, tensor, module or config field at fault, and the way out.
     """
     place = locate(ref)
-    config = read_json(place.config)
-    verdict = classify(config)
-    refuse(verdict, shown(place.config))
-    file = open_tensors(place.weights)
+    source, hint, licence = _open(place, base, saved_rank)
     where = shown(place.weights)
-    named, notes = _sort_tensors(file, where)
-    _check_types(file, named, where)
-    numbers = settings(config)
-    found = group(named, where)
-    in_base = list(base)
-    matched = match(found, file, base, numbers, where)
-    target_notes, targets = check_targets(config, list(found), in_base, shown(place.config))
-    notes = [
-        *verdict.notes,
-        *notes,
-        *matched.notes,
-        *target_notes,
-        *_check_values(file, matched, allow_noop, where),
-    ]
+    _check_types(source, where)
+    found = group(source.named, where)
+    matched = match(found, source.file, base, source.settings, where)
+    notes, targets = list(source.notes) + list(matched.notes), Targets(frozenset(), known=False)
+    if place.format == "peft" and place.config is not None:
+        trained = [path for path in found if path not in source.settings.fixed]
+        said, targets = check_targets(source.config, trained, list(base), shown(place.config))
+        notes += said
+        notes += xlora_losses(source.file, targets, set(matched.modules))
+    notes += _check_values(source.file, matched, allow_noop, where)
+    unchanged = place.format == "peft" and not source.file.held
     return Adapter(
         name=name,
         path=place.folder,
         weights=place.weights,
         source=str(ref),
-        config=config,
+        config=source.config,
         modules=matched.modules,
         revision=place.revision,
-        base_hint=base_hint(config),
-        licence=read_licence(place.folder),
+        base_hint=hint,
+        licence=licence,
         sha256=digest(place.weights),
         notes=tuple(notes),
         in_file=matched.in_file,
-        canonical=_is_canonical(place, file, named, matched, targets),
+        canonical=unchanged and is_canonical(place, source, matched, targets),
+        format=place.format,
+        tensors=None if place.format == "peft" and saved_rank is None else source.file,
     )
+
+
+def base_named(ref: Ref, *, saved_rank: int | None = None) -> str | None:
+    """The base that an adapter's config names, made safe to show, after the checks that need no tensors.
+
+    Raises InputError where the adapter is refused already by its files or its config.
+    """
+    place = locate(ref)
+    if place.config is None:
+        header = read_gguf(place.weights)
+        refuse(classify_gguf(header), shown(place.weights))
+        return gguf_base_hint(header)
+    return base_hint(_config(place, saved_rank)[0])
+
+
+def _open(place: Located, base: BaseModules, saved_rank: int | None) -> tuple[Source, str | None, str | None]:
+    """The tensors, the base that the adapter names, and its licence."""
+    licence = read_licence(place.folder)
+    if place.config is None:
+        header = read_gguf(place.weights)
+        verdict = classify_gguf(header)
+        refuse(verdict, shown(place.weights))
+        source = read_gguf_lora(place.weights, base, header)
+        return _noted(source, verdict), gguf_base_hint(header), gguf_licence(header) or licence
+    config, verdict = _config(place, saved_rank)
+    file = open_tensors(place.weights)
+    if place.format == "mlx":
+        source = read_mlx(file, config, base)
+    else:
+        source = read_peft(file, config, base, saved_rank)
+    return _noted(source, verdict), base_hint(config), licence
+
+
+def _noted(source: Source, verdict: Classification) -> Source:
+    return replace(source, notes=(*verdict.notes, *source.notes))
+
+
+def _config(place: Located, saved_rank: int | None) -> tuple[dict[str, Any], Classification]:
+    """The config of an adapter that has one, and its verdict. Raises InputError where it is refused."""
+    path = place.folder / CONFIG if place.config is None else place.config
+    config = read_json(path)
+    verdict = classify(config)
+    if verdict.kind == "xlora":
+        raise xlora_error(place, config)
+    if place.format == "mlx" and verdict.kind != "mlx":
+        raise InputError(
+            f"{shown(path)} is no config of MLX-LM (lora_parameters is missing), "
+            f"but {place.weights.name} is an adapter of MLX",
+            'add "lora_parameters": {"rank": R, "scale": S} as in training',
+        )
+    if place.format == "peft" and verdict.kind == "mlx" and verdict.supported:
+        raise InputError(
+            f"{shown(path)} is a config of MLX-LM, but {place.weights.name} is named as PEFT's",
+            f"rename {place.weights.name} to adapters.safetensors if MLX-LM wrote it",
+        )
+    if saved_rank is not None:
+        kept = tuple(r for r in verdict.reasons if r.field != "modules_to_save")
+        verdict = replace(verdict, reasons=kept)
+    refuse(verdict, shown(path))
+    return config, verdict
 
 
 def classify_file(path: Path) -> Classification:
@@ -87,61 +153,8 @@ def refuse(verdict: Classification, where: str) -> None:
     raise first
 
 
-def _sort_tensors(file: TensorFile, where: str) -> tuple[list[Named], list[str]]:
-    """The LoRA tensors, and notes on those that may be left out; anything else is refused by name."""
-    if not file.infos:
-        raise InputError(
-            f"{where} contains no tensors", f"{_AGAIN}; the training process saved an empty state"
-        )
-    named: list[Named] = []
-    base_copies: list[str] = []
-    xlora: list[str] = []
-    others: list[str] = []
-    for key in file.infos:
-        parsed = parse_key(key)
-        if parsed is not None:
-            named.append(parsed)
-        elif ".internal_xlora_classifier." in f".{key}" or key.startswith("base_model.lora_model."):
-            xlora.append(key)
-        elif key.rpartition(".")[0].endswith(".base_layer"):
-            base_copies.append(key)
-        else:
-            others.append(key)
-    for key in others:
-        method = foreign(key)
-        if method is not None:
-            raise InputError(
-                f"{where}: '{shorten(key, 120)}' is a tensor of {method}, not of a PEFT LoRA",
-                "convert the adapter to PEFT, or give a LoRA adapter",
-            )
-    if not named:
-        raise InputError(
-            f"{where} holds no LoRA tensors (there: {_some(list(file.infos))})",
-            "give the weights that belong to this adapter_config.json",
-        )
-    if others:
-        raise InputError(
-            f"{where}: {len(others)} tensors are no low-rank factors but full copies ({_some(others)})",
-            "train without modules_to_save, or with LoRA on these modules",
-        )
-    notes = []
-    if base_copies:
-        notes.append(
-            f"{len(base_copies)} copies of base weights were ignored ('{shorten(base_copies[0], 90)}')"
-        )
-    if xlora:
-        notes.append(
-            f"saved by X-LoRA: {len(xlora)} tensors of its classifier and copies of the base were ignored; "
-            "such a save loses layers of its adapters, the original adapter is safer"
-        )
-    return named, notes
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(f"'{shorten(k, 80)}'" for k in keys[:3]) + (", ..." if len(keys) > 3 else "")
-
-
-def _check_types(file: TensorFile, named: list[Named], where: str) -> None:
+def _check_types(source: Source, where: str) -> None:
+    file, named = source.file, source.named
     empty = [n.key for n in named if file.infos[n.key].count == 0]
     if empty:
         first = f"'{shorten(empty[0], 100)}' has shape {list(file.infos[empty[0]].shape)}"
@@ -207,31 +220,6 @@ def _keys(matched: Matched) -> list[str]:
         for keys in _key_sets(module.keys, module.parts)
         for key in keys.values()
     ]
-
-
-def _is_canonical(
-    place: Located, file: TensorFile, named: list[Named], matched: Matched, targets: Targets
-) -> bool:
-    """Whether PEFT opens these very files on this base and gets the same modules, and nothing besides."""
-    if place.weights.name != WEIGHTS[0] or len(named) != len(file.infos) or matched.renamed:
-        return False
-    if any(module.parts for module in matched.modules.values()):
-        return False
-    return (
-        targets.known
-        and targets.modules == set(matched.modules)
-        and all(n.key == canonical_key(n.module, n.role, n.embedding) for n in named)
-    )
-
-
-def canonical_key(module: str, role: str, embedding: bool) -> str:
-    """The name under which PEFT saves a tensor of `module` (role "A", "B", "bias" or "magnitude")."""
-    prefix = f"base_model.model.{module}."
-    if role == "magnitude":
-        return prefix + "lora_magnitude_vector"
-    if role == "bias":
-        return prefix + "lora_B.bias"
-    return prefix + (f"lora_embedding_{role}" if embedding else f"lora_{role}.weight")
 
 
 def read_licence(folder: Path) -> str | None:

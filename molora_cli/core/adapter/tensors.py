@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from molora_cli.core.adapter.files import check_regular, read_start, refuse_impostors, shown
 from molora_cli.core.adapter.header import TensorInfo, read_header
+from molora_cli.core.adapter.npz import read_npz
 from molora_cli.errors import InputError
 from molora_cli.text import shorten
 
@@ -100,12 +101,15 @@ def digest(path: Path) -> str:
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """The tensors of an adapter's weights file: safetensors, or torch's own format by the suffix .bin.
+    """The tensors of an adapter's weights file: safetensors, numpy's .npz, or torch's own format (.bin).
 
-    Imports torch only for the latter. Raises InputError for what is neither, damaged, or more than tensors.
+    Imports torch only for the latter. Raises InputError for what is none of these, damaged, or more than
+    tensors.
     """
     start = read_start(path)
     refuse_impostors(path, start)
+    if path.suffix == ".npz":
+        return TensorFile(path, *read_npz(path))
     if path.suffix in (".bin", ".pt", ".pth"):
         return _open_bin(path)
     return TensorFile(path, read_header(path).tensors)

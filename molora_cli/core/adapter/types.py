@@ -1,10 +1,12 @@
-"""An adapter as it is known from its headers: no tensor is read to build one."""
+"""An adapter as it is known from its headers and one pass over its values: no tensor is kept."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from molora_cli.core.adapter.tensors import TensorFile, open_tensors
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Adapter:
 
     in_file: how many modules the file adapts (more than `modules` where separate projections were fused).
     canonical: config and weights are already what PEFT opens on this base, name by name, with nothing to add.
+    format: "peft", "mlx" or "gguf". tensors: set where the factors are not those of `weights` as they stand.
     """
 
     name: str
@@ -68,6 +71,12 @@ class Adapter:
     notes: tuple[str, ...] = field(default_factory=tuple)
     in_file: int = 0
     canonical: bool = False
+    format: str = "peft"
+    tensors: TensorFile | None = field(default=None, compare=False, repr=False)
+
+    def open(self) -> TensorFile:
+        """The factors by the names that `modules` uses, in PEFT's orientation. Raises InputError."""
+        return open_tensors(self.weights) if self.tensors is None else self.tensors
 
     @property
     def ranks(self) -> list[int]:

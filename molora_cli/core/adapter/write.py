@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from molora_cli.core.adapter.fuse import factor_arrays
 from molora_cli.core.adapter.locate import CONFIG, WEIGHTS
-from molora_cli.core.adapter.read import canonical_key
-from molora_cli.core.adapter.tensors import open_tensors
+from molora_cli.core.adapter.names import canonical_key
 from molora_cli.core.adapter.types import Adapter
 
 
@@ -74,7 +73,7 @@ def _plain(value: float) -> float | int:
 
 def _write_tensors(adapter: Adapter, path: Path) -> None:
     """The weights as safetensors (the format is described in header.py), sorted by name."""
-    file = open_tensors(adapter.weights)
+    file = adapter.open()
     tensors: dict[str, tuple[str, NDArray[Any]]] = {}
     for module, lora in adapter.modules.items():
         for role, (dtype, array) in factor_arrays(file, lora).items():
