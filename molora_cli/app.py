@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from molora_cli._version import __version__
-from molora_cli.commands import attach_router, chat, compose, inspect, train_adapter, train_router
+from molora_cli.commands import attach_router, chat, compose, convert, inspect, train_adapter, train_router
 from molora_cli.errors import MoloraError
 from molora_cli.out import Out
 
@@ -26,6 +26,7 @@ attach_router.register(app)
 train_router.register(app)
 inspect.register(app)
 chat.register(app)
+convert.register(app)
 train_adapter.register(app)
 
 
