@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from molora_cli.core.adapter.config import base_hint, classify
 from molora_cli.core.adapter.files import read_json, read_start, shown
-from molora_cli.core.adapter.header import read_header
+from molora_cli.core.adapter.gguf_header import read_gguf
+from molora_cli.core.adapter.gguf_lora import classify_gguf, gguf_base_hint, gguf_factors
+from molora_cli.core.adapter.header import TensorInfo, read_header
+from molora_cli.core.adapter.mlx import mlx_factors
+from molora_cli.core.adapter.mlx_config import WEIGHTS as MLX_WEIGHTS
 from molora_cli.core.adapter.names import parse_key
+from molora_cli.core.adapter.tensors import open_tensors
 from molora_cli.core.bundle.manifest import MANIFEST_FILE, AdapterEntry
 from molora_cli.core.bundle.store import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Bundle
 from molora_cli.core.trace_files import is_trace_file
 from molora_cli.errors import InputError
 
 What = Literal["bundle", "adapter", "config", "trace"]
-_TAKES = "molora inspect takes a bundle, an adapter folder, an adapter_config.json or a saved trace"
+_TAKES = "molora inspect takes a bundle, an adapter, an adapter_config.json or a saved trace"
+# what is shown of a config, of PEFT or of MLX, and of the fields of a GGUF file
+_SHOWN = (
+    "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "bias",
+    "target_modules", "fine_tune_type", "num_layers", "lora_parameters",
+)  # fmt: skip
+_GGUF_FIELDS = ("general.architecture", "general.name", "adapter.type", "adapter.lora.alpha")
 
 
 def recognise(path: Path) -> What:
@@ -27,6 +39,8 @@ def recognise(path: Path) -> What:
     if path.is_dir():
         return _recognise_folder(path)
     start = read_start(path, 64)
+    if start.startswith(b"GGUF"):
+        return "adapter"
     if start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
         found = read_json(path, path.name)
         if found.get("format") == "molora-bundle":
@@ -50,9 +64,11 @@ def _recognise_folder(path: Path) -> What:
         ADAPTER_CONFIG,
         ADAPTER_WEIGHTS,
         "adapter_model.bin",
-        "adapters.safetensors",
+        *MLX_WEIGHTS,
         "xlora_config.json",
     }:
+        return "adapter"
+    if sum(name.endswith(".gguf") for name in names) == 1 and "config.json" not in names:
         return "adapter"
     if "config.json" in names:
         raise InputError(
@@ -134,66 +150,82 @@ def _router_facts(bundle: Bundle) -> dict[str, Any] | None:
 
 
 def adapter_facts(path: Path) -> dict[str, Any]:
-    """An adapter folder or its config alone: verdict with reasons, base, and what the tensors' header tells.
+    """An adapter (folder, .gguf, or a config alone): verdict with reasons, base, and what its header tells.
 
     Raises InputError where the config is missing or cannot be read.
     """
     folder = path if path.is_dir() else None
-    config_file = path / ADAPTER_CONFIG if folder else path
-    config = read_json(config_file)
-    facts: dict[str, Any] = {"what": "adapter", "path": str(path), **classify(config).as_dict()}
-    facts["base"] = base_hint(config)
-    known = (
-        "peft_type",
-        "task_type",
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "use_dora",
-        "lora_bias",
-        "bias",
-        "target_modules",
-    )
-    facts["config"] = {name: config[name] for name in known if config.get(name) is not None}
-    facts["weights"] = _weights_facts(folder) if folder else None
-    if folder and facts["weights"].get("problem"):
+    gguf = _gguf_file(path)
+    if gguf is not None:
+        header = read_gguf(gguf)
+        facts = {"what": "adapter", "path": str(path), **classify_gguf(header).as_dict()}
+        facts["base"] = gguf_base_hint(header)
+        fields = {name: header.fields.get(name) for name in _GGUF_FIELDS}
+        facts["config"] = {name: value for name, value in fields.items() if value is not None}
+        facts["weights"] = _weights_facts(gguf.name, lambda: gguf_factors(header))
+    else:
+        config = read_json(path / ADAPTER_CONFIG if folder else path)
+        facts = {"what": "adapter", "path": str(path), **classify(config).as_dict()}
+        facts["base"] = base_hint(config)
+        facts["config"] = {name: config[name] for name in _SHOWN if config.get(name) is not None}
+        facts["weights"] = _folder_weights(folder, facts["kind"]) if folder else None
+    if facts["weights"] and facts["weights"].get("problem"):
         facts["verdict"] = "refused"
     return facts
 
 
-def _weights_facts(folder: Path) -> dict[str, Any]:
-    """Ranks, targets, dtypes and parameters from the header of an adapter's tensors."""
+def _gguf_file(path: Path) -> Path | None:
+    """The .gguf file that a path means: itself, or the only one in a folder without other weights."""
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    found = sorted(path.glob("*.gguf"))
+    others = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin", *MLX_WEIGHTS)
+    return found[0] if len(found) == 1 and not any((path / n).exists() for n in others) else None
+
+
+def _folder_weights(folder: Path, kind: str) -> dict[str, Any]:
+    """Ranks, targets, dtypes and parameters of a folder's tensors, by their header."""
     file = folder / ADAPTER_WEIGHTS
-    if not os.path.lexists(file):
-        other = [
-            n for n in ("adapter_model.bin", "adapters.safetensors", "adapters.npz") if (folder / n).exists()
-        ]
-        if "adapter_model.bin" in other:
-            return {
-                "file": other[0],
-                "problem": None,
-                "note": "a .bin file: its tensors are read when it is composed",
-            }
+    if os.path.lexists(file):
+        return _weights_facts(file.name, lambda: _peft_factors(file))
+    mlx = next((folder / name for name in MLX_WEIGHTS if (folder / name).exists()), None)
+    if mlx is not None and kind == "mlx":
+        return _weights_facts(mlx.name, lambda: mlx_factors(open_tensors(mlx)))
+    if (folder / "adapter_model.bin").exists():
         return {
-            "file": None,
-            "problem": f"there is no {ADAPTER_WEIGHTS}" + (f" ({other[0]} is)" if other else ""),
+            "file": "adapter_model.bin",
+            "problem": None,
+            "note": "a .bin file: its tensors are read when it is composed",
         }
+    also = f" ({mlx.name} is)" if mlx is not None else ""
+    return {"file": None, "problem": f"there is no {ADAPTER_WEIGHTS}{also}"}
+
+
+def _peft_factors(file: Path) -> list[tuple[str, int, TensorInfo]]:
+    """(module, rank, tensor) of every A and B."""
+    found = []
+    for name, info in read_header(file).tensors.items():
+        key = parse_key(name)
+        if key is not None and key.role in ("A", "B") and len(info.shape) == 2:
+            found.append((key.module, info.shape[key.role == "B"], info))
+    return found
+
+
+def _weights_facts(name: str, read: Callable[[], list[tuple[str, int, TensorInfo]]]) -> dict[str, Any]:
     try:
-        header = read_header(file)
+        factors = read()
     except InputError as error:
-        return {"file": file.name, "problem": error.message}
-    named = [(parse_key(name), info) for name, info in header.tensors.items()]
-    factors = [(key, info) for key, info in named if key is not None]
-    downs = [(key.module, info.shape[0]) for key, info in factors if key.role == "A" and len(info.shape) == 2]
-    if not downs:
-        return {"file": file.name, "problem": f"none of its {len(named)} tensors is a LoRA factor"}
+        return {"file": name, "problem": error.message}
+    if not factors:
+        return {"file": name, "problem": "none of its tensors is a LoRA factor"}
+    ranks = {module: rank for module, rank, _ in factors}
     return {
-        "file": file.name,
+        "file": name,
         "problem": None,
-        "tensors": len(named),
-        "modules": len({module for module, _ in downs}),
-        "targets": _targets({module for module, _ in downs}),
-        "ranks": {str(rank): count for rank, count in sorted(Counter(rank for _, rank in downs).items())},
-        "dtypes": sorted({info.dtype for _, info in factors}),
-        "parameters": sum(info.count for _, info in factors),
+        "tensors": len(factors),
+        "modules": len(ranks),
+        "targets": _targets(ranks),
+        "ranks": {str(rank): count for rank, count in sorted(Counter(ranks.values()).items())},
+        "dtypes": sorted({info.dtype for _, _, info in factors}),
+        "parameters": sum(info.count for _, _, info in factors),
     }
