@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from molora_cli.core.adapter.files import read_json, read_start, shown
 from molora_cli.core.adapter.gguf_header import read_gguf
 from molora_cli.core.adapter.gguf_lora import classify_gguf, gguf_base_hint, gguf_factors
 from molora_cli.core.adapter.header import TensorInfo, read_header
+from molora_cli.core.adapter.locate import locate
 from molora_cli.core.adapter.mlx import mlx_factors
 from molora_cli.core.adapter.mlx_config import WEIGHTS as MLX_WEIGHTS
 from molora_cli.core.adapter.names import parse_key
@@ -21,6 +23,7 @@ from molora_cli.core.bundle.manifest import MANIFEST_FILE, AdapterEntry
 from molora_cli.core.bundle.store import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Bundle
 from molora_cli.core.trace_files import is_trace_file
 from molora_cli.errors import InputError
+from molora_cli.refs import Ref
 
 What = Literal["bundle", "adapter", "config", "trace"]
 _TAKES = "molora inspect takes a bundle, an adapter, an adapter_config.json or a saved trace"
@@ -160,10 +163,13 @@ def adapter_facts(path: Path) -> dict[str, Any]:
         header = read_gguf(gguf)
         facts = {"what": "adapter", "path": str(path), **classify_gguf(header).as_dict()}
         facts["base"] = gguf_base_hint(header)
-        fields = {name: header.fields.get(name) for name in _GGUF_FIELDS}
-        facts["config"] = {name: value for name, value in fields.items() if value is not None}
+        facts["config"] = {
+            name: _plain(header.fields[name]) for name in _GGUF_FIELDS if name in header.fields
+        }
         facts["weights"] = _weights_facts(gguf.name, lambda: gguf_factors(header))
     else:
+        if folder and not os.path.lexists(folder / ADAPTER_CONFIG):
+            locate(Ref("local", str(path), path=path))  # says what such a folder lacks
         config = read_json(path / ADAPTER_CONFIG if folder else path)
         facts = {"what": "adapter", "path": str(path), **classify(config).as_dict()}
         facts["base"] = base_hint(config)
@@ -172,6 +178,12 @@ def adapter_facts(path: Path) -> dict[str, Any]:
     if facts["weights"] and facts["weights"].get("problem"):
         facts["verdict"] = "refused"
     return facts
+
+
+def _plain(value: Any) -> Any:
+    """A field of a GGUF file as JSON can say it."""
+    plain = isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else str(value)
 
 
 def _gguf_file(path: Path) -> Path | None:

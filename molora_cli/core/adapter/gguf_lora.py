@@ -43,7 +43,7 @@ _PLAIN = {0: "F32", 1: "F16", 30: "BF16", 28: "F64"}
 _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
 _WHOLE_NUMBERS = (24, 25, 26, 27)
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
-_REPO = re.compile(r"https?://[^/]+/([\w.\-]+/[\w.\-]+)/?\Z")
+_REPO = re.compile(r"(?:https?://[^/]+/)?([\w.\-]+/[\w.\-]+)/?\Z", re.ASCII)
 _ALORA = "adapter.alora.invocation_tokens"
 _WRONG_BASE = "give the base that it was trained on: --base ..."
 _AGAIN = "convert the adapter again, or give the base that it was trained on: --base ..."
@@ -86,14 +86,39 @@ def _said(value: Any) -> str:
 
 def gguf_base_hint(header: GgufHeader) -> str | None:
     """The hub id of the base that a GGUF adapter names, if it names one."""
-    match = _REPO.match(header.text("general.base_model.0.repo_url") or "")
-    return printable(match.group(1))[:300] if match else None
+    for key in ("general.base_model.0.repo_url", "general.base_model.0.name"):
+        if match := _REPO.match(header.text(key) or ""):
+            return match.group(1)[:300]
+    return None
 
 
 def gguf_licence(header: GgufHeader) -> str | None:
     """general.license as a short line."""
     value = header.text("general.license")
     return printable(value)[:100] if value else None
+
+
+def gguf_factors(header: GgufHeader) -> list[tuple[str, int, TensorInfo]]:
+    """(weight's name in GGUF, rank, tensor) of every lora_a and lora_b, after checks of the file's extent.
+
+    Raises InputError for a file that is not whole, or without the package gguf.
+    """
+    need_gguf(shown(header.path))
+    tensors = place_tensors(header, _sizes())
+    kinds = _type_names()
+    found = []
+    for name, tensor in tensors.items():
+        stem, _, half = name.rpartition(".")
+        if half not in ("lora_a", "lora_b"):
+            continue
+        for other in ("lora_a", "lora_b"):
+            if f"{stem}.{other}" not in tensors:
+                raise InputError(f"{shown(header.path)}: '{shorten(stem, 120)}.{other}' is missing", _AGAIN)
+        b = tensors[f"{stem}.lora_b"]
+        dtype = _PLAIN.get(tensor.type) or kinds.get(tensor.type, str(tensor.type))
+        info = TensorInfo(name, dtype, tensor.dims[::-1])
+        found.append((stem.removesuffix(".weight"), b.dims[0] if b.dims else 0, info))
+    return found
 
 
 def read_gguf_lora(path: Path, base: BaseModules, header: GgufHeader | None = None) -> Source:
@@ -142,6 +167,12 @@ def _sizes() -> dict[int, tuple[int, int]]:
     import gguf
 
     return {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+
+
+def _type_names() -> dict[int, str]:
+    import gguf
+
+    return {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
 
 
 def _pairs(

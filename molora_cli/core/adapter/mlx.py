@@ -81,6 +81,16 @@ def read_mlx(file: TensorFile, config: dict[str, Any], base: BaseModules) -> Sou
     return Source("mlx", held, named, lora, config, tuple(notes))
 
 
+def mlx_factors(file: TensorFile) -> list[tuple[str, int, TensorInfo]]:
+    """(module, rank, tensor) of every lora_a and lora_b, by names and shapes alone."""
+    found = []
+    for key, info in file.infos.items():
+        match = _TENSOR.match(key)
+        if match is not None and match["part"] != "m" and len(info.shape) >= 2:
+            found.append((strip_wrappers(match["module"]), info.shape[match["part"] == "lora_a"], info))
+    return found
+
+
 def _turned(file: TensorFile, key: str, turn: bool) -> tuple[TensorInfo, Callable[[], NDArray[Any]]]:
     info = file.infos[key]
     shape = info.shape[::-1] if turn else info.shape
@@ -207,7 +217,7 @@ def _disagreements(
             )
     if settings.layers is not None:
         have = {int(match.group(1)) for match in found.values() if match}
-        count = base.n_layers if settings.layers == -1 else settings.layers
+        count = settings.layers if settings.layers > 0 else base.n_layers  # MLX: model.layers[-max(n, 0):]
         said = set(range(max(0, base.n_layers - count), base.n_layers))
         if have and have != said and max(have) < base.n_layers:
             notes.append(
