@@ -58,6 +58,8 @@ def _leave(code: int) -> NoReturn:
 def main() -> NoReturn:
     """Run the command line: 0 done, 1 failure, 2 bad usage or input, 3 threshold not met, 130 Ctrl-C."""
     debug = os.environ.get("MOLORA_DEBUG") == "1"
+    # idle OpenMP threads that spin on cores that others need cost several times the work itself
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:
         app()
     except MoloraError as error:

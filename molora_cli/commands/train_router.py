@@ -111,6 +111,7 @@ def command(
     for text in [*opened.warnings, *report.notes]:
         out.note(text)
     out.result(report.document, lambda console: _show(console, report))
+    out.note(f"next: molora chat {path}, or molora inspect {path} --data NAME=FILE ...")
 
 
 def _percent(value: float | None) -> str:
