@@ -9,7 +9,17 @@ from typing import Annotated, NoReturn
 import typer
 
 from molora_cli._version import __version__
-from molora_cli.commands import attach_router, chat, compose, convert, inspect, train_adapter, train_router
+from molora_cli.commands import (
+    add,
+    attach_router,
+    chat,
+    compose,
+    convert,
+    inspect,
+    remove,
+    train_adapter,
+    train_router,
+)
 from molora_cli.errors import MoloraError
 from molora_cli.out import Out
 
@@ -27,6 +37,8 @@ train_router.register(app)
 inspect.register(app)
 chat.register(app)
 convert.register(app)
+add.register(app)
+remove.register(app)
 train_adapter.register(app)
 
 
@@ -90,6 +102,8 @@ def main() -> NoReturn:
     except Exception as error:
         if debug:
             raise
-        Out().error(MoloraError(f"unexpected {type(error).__name__}: {error}", "MOLORA_DEBUG=1 shows the traceback"))
+        Out().error(
+            MoloraError(f"unexpected {type(error).__name__}: {error}", "MOLORA_DEBUG=1 shows the traceback")
+        )
         _leave(1)
     _leave(0)

@@ -276,7 +276,7 @@ def test_an_interrupted_compose(tiny_llama: Path, pair: dict[str, Path], tmp_pat
         "import molora_cli.core.compose as c, time\n"
         "from molora_cli.core.bundle.manifest import Effect\n"
         "effect = Effect(max_abs=1, rms=1, base_rms=1)\n"
-        "c._measure = lambda work, ticker: ({a.name: effect for a in work.adapters}, {})  # no torch: quick\n"
+        "c.measure_effect = lambda work, ticker: ({a.name: effect for a in work.adapters}, {})  # no torch: quick\n"
         "def slow(*_):\n    print('writing', flush=True)\n    time.sleep(60)\n"
         "c.write_peft = slow\n"
         "from molora_cli.app import main\nmain()\n"

@@ -239,7 +239,7 @@ def compose(work: Plan, *, ticker: Ticker = no_ticks) -> Bundle:
     Raises InputError where an adapter has no effect; MoloraError where the disk is full. Nothing is left
     behind then, and an older bundle in that place stays as it was.
     """
-    effects, notes = _measure(work, ticker)
+    effects, notes = measure_effect(work, ticker)
     request = work.request
     with new_folder(request.output, force=request.force, own_file=MANIFEST_FILE) as folder:
         entries = []
@@ -249,7 +249,7 @@ def compose(work: Plan, *, ticker: Ticker = no_ticks) -> Bundle:
             place.mkdir(parents=True)
             write_peft(adapter, place)
             entries.append(
-                _entry(adapter, place, work.modules, effects[adapter.name], notes.get(adapter.name))
+                adapter_entry(adapter, place, work.modules, effects[adapter.name], notes.get(adapter.name))
             )
         manifest = Manifest(
             created_by=f"molora {__version__}",
@@ -261,7 +261,8 @@ def compose(work: Plan, *, ticker: Ticker = no_ticks) -> Bundle:
     return Bundle.open(request.output, base=str(work.base.path))
 
 
-def _measure(work: Plan, ticker: Ticker) -> tuple[dict[str, Effect], dict[str, str]]:
+def measure_effect(work: Plan, ticker: Ticker) -> tuple[dict[str, Effect], dict[str, str]]:
+    """Each adapter's effect on the probe by name, and notes by name. Raises InputError where one has none."""
     from molora_cli.core.adapter.factors import load_factors
     from molora_cli.core.base.model import load_base_model
     from molora_cli.core.effect import check_effect, measure_effects
@@ -289,9 +290,10 @@ def _base_entry(work: Plan) -> BaseEntry:
     )
 
 
-def _entry(
+def adapter_entry(
     adapter: Adapter, place: Path, base: BaseModules, effect: Effect, note: str | None
 ) -> AdapterEntry:
+    """What the manifest says of an adapter that was written to `place`."""
     written = sha256_file(place / ADAPTER_WEIGHTS)
     extra: dict[str, Any] = {} if written == adapter.sha256 else {"source_sha256": adapter.sha256}
     linear = sum(shape.kind != "embedding" for shape in base.values())

@@ -80,7 +80,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _tidy(target: Path) -> None:
+def tidy(target: Path) -> None:
     """Clear what dead writers of `target` left; a bundle that one had moved aside and not yet replaced
     returns."""
     for path in target.parent.glob(f".{_glob_safe(target.name)}.*"):
@@ -136,7 +136,7 @@ def new_folder(target: Path, *, force: bool, own_file: str) -> Iterator[Path]:
     target = target.absolute()
     with _plain_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        _tidy(target)
+        tidy(target)
         check_target(target, force=force, own_file=own_file)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-{os.getpid()}-", dir=target.parent))
         try:

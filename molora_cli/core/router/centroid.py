@@ -180,6 +180,46 @@ def extend_centroid(
     return grown, {**tensors, **_with_classifier(moments, shrinkage)}
 
 
+def append_centroid(
+    spec: StageSpec,
+    tensors: Mapping[str, Tensor],
+    embedding: Tensor,
+    rows: Sequence[Labelled],
+    name: str,
+    *,
+    tokens: int = TOKENS,
+) -> tuple[StageSpec, dict[str, Tensor]]:
+    """The stage with one more expert; the columns, means and counts of the others keep every bit.
+
+    The new mean meets the covariance that the others were fitted with, which is why that stays as it is: its
+    number of tokens is `scatter_tokens` from then on. rows: labelled 0. Raises InputError where there is no
+    token, or the router keeps no statistics.
+    """
+    if name in spec.experts:
+        raise InputError(f"the centroid router has '{name}' already", _AGAIN)
+    if "statistics.scatter" not in tensors:
+        raise InputError("the centroid router keeps no statistics to add an expert to", _AGAIN)
+    known = Moments.of_tensors(dict(tensors))
+    vectors = TokenVectors(embedding, tensors["centre"], tensors["project"])
+    new = Moments.empty(1, known.mean.shape[1])
+    _collect(new, vectors, rows, tokens, _decays(spec))
+    if float(new.count) == 0:
+        raise InputError(f"no example has a token of '{name}'", "give rows with text in them")
+    pooled = float(spec.params.get("scatter_tokens", known.count.sum()))
+    shrinkage = float(spec.params.get("shrinkage", SHRINKAGE))
+    weight, bias = known.columns(new.mean, shrinkage, pooled)
+    grown = {
+        **tensors,
+        "weight": torch.cat([tensors["weight"], weight.to(tensors["weight"].dtype)], 1),
+        "bias": torch.cat([tensors["bias"], bias.to(tensors["bias"].dtype)]),
+        "statistics.count": torch.cat([tensors["statistics.count"], new.count]),
+        "statistics.mean": torch.cat([tensors["statistics.mean"], new.mean]),
+    }
+    counts = {**spec.params.get("tokens", {}), name: int(new.count)}
+    params = {**spec.params, "tokens": counts, "scatter_tokens": pooled}
+    return spec.model_copy(update={"experts": [*spec.experts, name], "params": params}), grown
+
+
 def _with_classifier(moments: Moments, shrinkage: float) -> dict[str, Tensor]:
     weight, bias = moments.classifier(shrinkage)
     return {"weight": weight, "bias": bias, **moments.tensors()}

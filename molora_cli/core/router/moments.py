@@ -59,11 +59,15 @@ class Moments:
 
         The covariance is pooled and shrunk towards a multiple of the identity: (1 - s) C + s tr(C)/F I.
         """
-        pooled = self.scatter / self.count.sum()
+        return self.columns(self.mean, shrinkage, float(self.count.sum()))
+
+    def columns(self, mean: Tensor, shrinkage: float, tokens: float) -> tuple[Tensor, Tensor]:
+        """As `classifier`, for class means (E, F) alone; the scatter is that of `tokens` examples."""
+        pooled = self.scatter / tokens
         level = pooled.diagonal().mean().clamp(min=1e-12)
         eye = torch.eye(len(pooled), dtype=pooled.dtype)
-        weight = torch.linalg.solve((1 - shrinkage) * pooled + shrinkage * level * eye, self.mean.T)
-        return weight, -0.5 * (self.mean.T * weight).sum(0)
+        weight = torch.linalg.solve((1 - shrinkage) * pooled + shrinkage * level * eye, mean.T)
+        return weight, -0.5 * (mean.T * weight).sum(0)
 
     def tensors(self) -> dict[str, Tensor]:
         """As a router file keeps them: the scatter's lower triangle, row by row, in float32."""
