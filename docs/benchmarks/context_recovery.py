@@ -58,7 +58,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--single", type=int, default=160, help="rows per domain of the single-domain set")
     parser.add_argument("--limit", type=int, help="rows per mixed set, evenly spaced; default all")
     parser.add_argument("--router", type=Path, help="a router file to evaluate (written where it is missing)")
-    parser.add_argument("--modes", nargs="*", default=["1", "2", "soft"], help="top-k, or soft")
+    parser.add_argument(
+        "--modes", nargs="*", default=["uniform", "1", "2", "soft"], help="uniform, top-k, soft"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--cache", type=Path, default=None)
@@ -190,13 +192,16 @@ def main() -> None:
             run(n, ev.constant([i], [1.0]), None if blended else ev.has_label(rows, i))
             for i, n in enumerate(names)
         ]
-        methods = {"base": run("base", ev.base_only()), "uniform": run("uniform", ev.uniform(len(names)))}
+        methods = {"base": run("base", ev.base_only())}
         if blended:
             methods |= dict(zip(names, tallies, strict=True))
             pair = [names.index("math"), names.index("code")] if {"math", "code"} <= set(names) else []
             if pair:
                 methods["half math, half code"] = run("half", ev.constant(pair, [0.5, 0.5]))
         for mode in args.modes:
+            if mode == "uniform":
+                methods[mode] = run(mode, ev.uniform(len(names)))
+                continue
             k = None if mode == "soft" else int(mode)
             methods[f"context {mode if k is None else f'top-{k}'}"] = run(
                 f"{router_digest} {mode}", ev.routed(stack, k)
