@@ -173,7 +173,7 @@ def adapter_facts(path: Path) -> dict[str, Any]:
         config = read_json(path / ADAPTER_CONFIG if folder else path)
         facts = {"what": "adapter", "path": str(path), **classify(config).as_dict()}
         facts["base"] = base_hint(config)
-        facts["config"] = {name: config[name] for name in _SHOWN if config.get(name) is not None}
+        facts["config"] = {name: _plain(config[name]) for name in _SHOWN if config.get(name) is not None}
         facts["weights"] = _folder_weights(folder, facts["kind"]) if folder else None
     if facts["weights"] and facts["weights"].get("problem"):
         facts["verdict"] = "refused"
@@ -181,9 +181,13 @@ def adapter_facts(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A field of a GGUF file as JSON can say it."""
-    plain = isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
-    return value if plain else str(value)
+    """A field of a config as JSON can say it: NaN and infinity, which Python reads, as their names."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    usable = isinstance(value, str | int | None) or (isinstance(value, float) and math.isfinite(value))
+    return value if usable else str(value)
 
 
 def _gguf_file(path: Path) -> Path | None:

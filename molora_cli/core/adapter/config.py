@@ -158,7 +158,7 @@ def _other_kinds(config: dict[str, Any]) -> Classification | None:
 
 def _check_task(config: dict[str, Any], found: Findings) -> None:
     task = config.get("task_type")
-    if task is not None and task not in _TASKS_OF_TEXT:
+    if task is not None and (not isinstance(task, str) or task not in _TASKS_OF_TEXT):
         found.refuse(
             "task_type",
             f"{shorten(str(task), 40)}: not an adapter of a language model that writes text",
