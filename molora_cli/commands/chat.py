@@ -94,7 +94,7 @@ def command(
         backend=backend,
         trust_remote_code=trust_remote_code,
     )
-    for warning in model.bundle.warnings:
+    for warning in (model.bundle or opened).warnings:
         out.warn(warning)
     if chat_template:
         use_template_file(need_tokenizer(model.tokenizer), chat_template)

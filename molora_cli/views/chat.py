@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 _JOINER = "\u200d"
 _TAB = 4
 _FENCE = ("```", "~~~")
+_HELD = 24  # cells of a word that are waited for before it is shown unfinished
 
 
 class AnswerPrinter:
     """Prints token events as they come.
 
-    On a terminal words are wrapped whole and letters that belong together (double-width, joined emoji,
-    combining marks) are never cut at the right edge; in fenced code only such letters are moved. Elsewhere
-    the answer goes out as it is, without marks. Control characters are escaped either way. colour=False: no
-    marks at all.
+    On a terminal words are wrapped whole (very long ones by the terminal itself), and letters that belong
+    together (double-width, joined emoji, combining marks) are never cut at the right edge; in fenced code
+    only such letters are moved. Elsewhere the answer goes out as it is, without marks. Control characters
+    are escaped either way. marks=False: no colours and no letters.
     """
 
     def __init__(self, console: Console, palette: Palette, *, marks: bool = True) -> None:
@@ -41,6 +42,7 @@ class AnswerPrinter:
         self._column = 0
         self._word: list[tuple[str, Style]] = []  # letters not yet written
         self._alone = False  # the held letters may be parted from what follows
+        self._begun = False  # the word that is held has a part on the screen already
         self._line = ""  # the head of the source line, to see a fence
         self._fenced = False
 
@@ -87,8 +89,12 @@ class AnswerPrinter:
                 self._alone = self._fenced or cell_len(char) > 1
             if char != "\n" and len(self._line) < len(_FENCE[0]):
                 self._line = (self._line + char).lstrip()
-        if self._fenced:
+        held = sum(cell_len(cluster) for cluster, _ in self._word)
+        if len(self._word) > 1 and (self._fenced or held >= min(_HELD, self.console.width)):
+            # all but the last letter, which may still grow
+            newest, alone = self._word.pop(), self._alone
             self._flush()
+            self._word, self._alone, self._begun = [newest], alone, not self._fenced
 
     def _newline(self) -> None:
         self._flush()
@@ -111,9 +117,10 @@ class AnswerPrinter:
     def _flush(self) -> None:
         """Write the held letters, on a new line where they do not fit on this one."""
         word, self._word, self._alone = self._word, [], False
+        whole, self._begun = not (self._fenced or self._begun), False
         width = self.console.width
         cells = sum(cell_len(cluster) for cluster, _ in word)
-        if not self._fenced and self._column > 0 and cells <= width < self._column + cells:
+        if whole and self._column > 0 and cells <= width < self._column + cells:
             self._write("\n", Style.null())
             self._column = 0
         run, run_style = "", Style.null()

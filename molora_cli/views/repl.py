@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rich.text import Text
 
@@ -16,14 +16,11 @@ from molora_cli.core.chat_session import ChatSession, shares
 from molora_cli.core.conversation import Conversation
 from molora_cli.errors import InputError, MoloraError
 from molora_cli.out import Out
-from molora_cli.refs import state_dir
 from molora_cli.text import printable, shorten
 from molora_cli.views.chat import AnswerPrinter, statistics, why
 from molora_cli.views.palette import Palette
 
 if TYPE_CHECKING:
-    from prompt_toolkit import PromptSession
-
     from molora_cli.core.generate import TokenEvent
 
 _QUOTES = '"""'
@@ -75,6 +72,24 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+class LineReader(Protocol):
+    """Where lines come from: `views.prompt.Editor`, or `PlainReader`."""
+
+    @property
+    def unfinished(self) -> bool: ...
+
+    def read(self, prompt: str) -> str: ...
+
+
+class PlainReader:
+    """Lines as the terminal itself edits them, for one that cannot move its cursor."""
+
+    unfinished = False
+
+    def read(self, prompt: str) -> str:
+        return input(prompt)
+
+
 class Repl:
     """Reads questions and slash commands until the user leaves. Answers go to stdout, all else to stderr."""
 
@@ -85,7 +100,7 @@ class Repl:
         self._actions: dict[str, Callable[[str], None]] = {
             "help": self._help,
             "clear": self._clear,
-            "regen": lambda argument: self._answer(self.session.regenerate()),
+            "regen": lambda argument: self._answer(self.session.regenerate),
             "system": self._system,
             "set": self._set,
             "show": self._show,
@@ -101,15 +116,15 @@ class Repl:
     def run(self) -> None:
         """Until /exit or Ctrl-D. Raises KeyboardInterrupt at the second Ctrl-C in a row at an empty
         prompt."""
-        prompt = _prompt_session(self.session.model.adapters)
+        editor = self._editor()
         self.say(self.palette.legend(width=self.out.stderr.width))
         self.out.note('/help lists the commands; """ opens a text of several lines; Ctrl-D leaves')
         warned = False
         while True:
             try:
-                line = self._read(prompt)
+                line = self._read(editor)
             except KeyboardInterrupt:
-                if prompt.default_buffer.text:
+                if editor.unfinished:
                     continue
                 if warned:
                     raise
@@ -125,13 +140,22 @@ class Repl:
             except MoloraError as error:
                 self.out.error(error)
 
-    def _read(self, prompt: PromptSession[str]) -> str:
-        text = prompt.prompt("> ")
+    def _editor(self) -> LineReader:
+        if self.out.stderr.is_dumb_terminal:
+            return PlainReader()
+        from molora_cli.views.prompt import Editor
+
+        adapters = self.session.model.adapters
+        known = {"only": (*adapters, "base"), "mute": adapters, "set": tuple(self.session.settings.shown())}
+        return Editor({name: known.get(name, ()) for name in COMMANDS})
+
+    def _read(self, editor: LineReader) -> str:
+        text = editor.read("> ")
         if not text.lstrip().startswith(_QUOTES):
             return text
         body = text.lstrip()[len(_QUOTES) :]
         while not body.rstrip().endswith(_QUOTES):
-            body += "\n" + prompt.prompt(". ")
+            body += "\n" + editor.read(". ")
         return body.rstrip()[: -len(_QUOTES)].strip("\n")
 
     def handle(self, line: str) -> bool:
@@ -139,7 +163,7 @@ class Repl:
         if not line.strip():
             return True
         if not line.startswith("/"):
-            self._answer(self.session.ask(line.strip()))
+            self._answer(lambda: self.session.ask(line.strip()))
             return True
         name, _, argument = line[1:].partition(" ")
         name = name.strip().lower()
@@ -161,22 +185,24 @@ class Repl:
         self.out.stderr.print(Text(printable(text, keep="\n")) if isinstance(text, str) else text)
 
     # -- answers ------------------------------------------------------------
-    def _answer(self, events: Generator[TokenEvent, None, None]) -> None:
+    def _answer(self, start: Callable[[], Generator[TokenEvent, None, None]]) -> None:
+        """Show the answer that `start` begins. All of it counts as answering for Ctrl-C, from reading on."""
         printer = AnswerPrinter(self.out.stdout, self.palette)
-        try:
-            with interruptible() as stopped, contextlib.closing(events):
-                for event in events:
-                    printer.token(event)
-                    if stopped():
-                        break
-        finally:
-            printer.end()
-        answer = self.session.last
-        if not answer.text.strip():
-            self.out.note("(an empty answer)")
-        self.out.note(statistics(answer, self.palette))
-        if answer.stop == "interrupted":
-            self.out.note("stopped; what came so far stays in the conversation, /regen answers again")
+        with interruptible() as stopped:
+            with contextlib.closing(start()) as events:
+                try:
+                    for event in events:
+                        printer.token(event)
+                        if stopped():
+                            break
+                finally:
+                    printer.end()
+            answer = self.session.last
+            if not answer.text.strip():
+                self.out.note("(an empty answer)")
+            self.out.note(statistics(answer, self.palette))
+            if answer.stop == "interrupted":
+                self.out.note("stopped; what came so far stays in the conversation, /regen answers again")
 
     # -- commands -----------------------------------------------------------
     def _help(self, argument: str) -> None:
@@ -247,37 +273,3 @@ class Repl:
         self.session.clear()
         self.session.conversation = conversation
         self.out.note(f"{len(conversation.turns)} turns taken up")
-
-
-def _prompt_session(adapters: tuple[str, ...]) -> PromptSession[str]:
-    """The line editor: history in the state folder, Alt-Enter for a new line, Tab completes commands."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import NestedCompleter
-    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-    from prompt_toolkit.output import create_output
-
-    history: History = InMemoryHistory()
-    file = state_dir() / "chat_history"
-    with contextlib.suppress(OSError):  # a home that cannot be written: history of this run only
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(mode=0o600)
-        history = FileHistory(str(file))
-    keys = KeyBindings()
-
-    @keys.add("escape", "enter")
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    names: dict[str, Any] = {f"/{name}": None for name in COMMANDS}
-    names["/only"] = dict.fromkeys((*adapters, "base"))
-    names["/mute"] = dict.fromkeys(adapters)
-    names["/set"] = dict.fromkeys(("temperature", "top_p", "top_k", "max_new_tokens", "seed", "ignore_eos"))
-    return PromptSession(
-        history=history,
-        completer=NestedCompleter.from_nested_dict(names),
-        complete_while_typing=False,
-        key_bindings=keys,
-        reserve_space_for_menu=4,
-        output=create_output(always_prefer_tty=True),
-    )
