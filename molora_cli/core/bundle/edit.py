@@ -109,7 +109,7 @@ def _check_names(bundle: Bundle, adapters: Sequence[tuple[str, str]]) -> None:
         if name.lower() in taken:
             raise InputError(
                 f"{bundle.path} has an adapter '{taken[name.lower()]}' already",
-                f"give it another name: my-{name}={shorten(text)}, or molora remove {bundle.path} {name} first",
+                f"use another name: my-{name}={shorten(text)}, or molora remove {bundle.path} {name} first",
             )
 
 
