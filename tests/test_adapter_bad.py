@@ -145,7 +145,8 @@ TENSORS = {
         "trainable_tokens_delta",
     ),
     "ia3": (add(LAYERS + "0.self_attn.q_proj.ia3_l", (64, 1)), "a tensor of IA3"),
-    "lora_a": (add("model.layers.0.self_attn.q_proj.lora_a", (64, 4)), "MLX or torchtune"),
+    "lora_a": (add("model.layers.0.self_attn.q_proj.lora_a", (64, 4)), "MLX-LM .lora_a"),
+    "torchtune": (add("layers.0.attn.q_proj.lora_a.weight", (4, 64)), "torchtune .lora_a.weight"),
     "kohya": (add("lora_unet_x.lora_down.weight", (64, 4)), "kohya"),
     "magnitude": (add(Q0 + "lora_magnitude_vector", (64,)), "use_dora is off"),
     "two_adapters": (

@@ -26,13 +26,32 @@ _PEFT = ("base_model.model.", "base_model.lora_model.model.")
 _CONTAINERS = frozenset(
     {"model", "language_model", "text_model", "transformer", "decoder", "gpt_neox", "backbone", "llm"}
 )
+_LORA_ONLY = "give a LoRA adapter made by PEFT"
+# what a name gives away: pattern, method or trainer, way out
 _FOREIGN = (
-    (re.compile(r"\.(ia3_l)"), "IA3"),
-    (re.compile(r"\.(hada_w|lokr_w)"), "LoHa or LoKr"),
-    (re.compile(r"\.(vera_lambda|vblora_|boft_|oft_|fourierft_|hra_u|bone_|miss_)"), "another PEFT method"),
-    (re.compile(r"\.lora_(E|ranknum)(\.|\Z)"), "AdaLoRA"),
-    (re.compile(r"(\.lora_a|\.lora_b)(\.weight)?\Z"), "MLX or torchtune (lora_a, lora_b)"),
-    (re.compile(r"(lora_unet_|lora_te\w*_|\.lora_down\.|\.lora_up\.)"), "kohya (lora_down, lora_up)"),
+    (re.compile(r"\.(ia3_l)"), "IA3", _LORA_ONLY),
+    (re.compile(r"\.(hada_w|lokr_w)"), "LoHa or LoKr", _LORA_ONLY),
+    (
+        re.compile(r"\.(vera_lambda|vblora_|boft_|oft_|fourierft_|hra_u|bone_|miss_)"),
+        "another PEFT method",
+        _LORA_ONLY,
+    ),
+    (re.compile(r"\.lora_(E|ranknum)(\.|\Z)"), "AdaLoRA", _LORA_ONLY),
+    (
+        re.compile(r"\.(lora_a|lora_b)\.weight\Z"),
+        "torchtune (lora_a.weight, lora_b.weight)",
+        "export it with torchtune as a PEFT adapter, which also reorders its q and k rows",
+    ),
+    (
+        re.compile(r"\.(lora_a|lora_b)\Z"),
+        "MLX-LM (lora_a, lora_b)",
+        "name it adapters.safetensors, beside MLX's own adapter_config.json",
+    ),
+    (
+        re.compile(r"(lora_unet_|lora_te\w*_|\.lora_down\.|\.lora_up\.)"),
+        "kohya (lora_down, lora_up)",
+        "convert it to PEFT with the tool that made it; most such files belong to image models",
+    ),
 )
 
 
@@ -92,9 +111,9 @@ def canonical_key(module: str, role: str, embedding: bool) -> str:
     return prefix + (f"lora_embedding_{role}" if embedding else f"lora_{role}.weight")
 
 
-def foreign(key: str) -> str | None:
-    """Which other method a tensor's name belongs to, or None."""
-    return next((what for pattern, what in _FOREIGN if pattern.search(key)), None)
+def foreign(key: str) -> tuple[str, str] | None:
+    """Which other method or trainer a tensor's name belongs to, and the way out; or None."""
+    return next(((what, remedy) for pattern, what, remedy in _FOREIGN if pattern.search(key)), None)
 
 
 def core_path(module: str) -> str:

@@ -71,8 +71,7 @@ def _sort_tensors(file: TensorFile, where: str) -> tuple[list[Named], list[str],
         method = foreign(key)
         if method is not None:
             raise InputError(
-                f"{where}: '{shorten(key, 120)}' is a tensor of {method}, not of a PEFT LoRA",
-                "convert the adapter to PEFT, or give a LoRA adapter",
+                f"{where}: '{shorten(key, 120)}' is a tensor of {method[0]}, not of a PEFT LoRA", method[1]
             )
     if not named:
         raise InputError(
