@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from molora_cli.errors import MoloraError
@@ -78,16 +77,32 @@ class Out:
     def error(self, error: MoloraError) -> None:
         text = Text("error: ", style="bold red").append(printable(error.message, keep="\n"), style="default")
         if error.remedy:
-            text.append("\nremedy: ", style="green").append(printable(error.remedy, keep="\n"), style="default")
+            text.append("\nremedy: ", style="green").append(
+                printable(error.remedy, keep="\n"), style="default"
+            )
         self.stderr.print(text, soft_wrap=True)
 
     # -- progress -----------------------------------------------------------
     @contextlib.contextmanager
     def progress(self, title: str) -> Iterator[Ticker]:
         """A bar with an estimate on a terminal; nothing where there is none."""
-        if self.quiet or not self.stderr.is_terminal or threading.current_thread() is not threading.main_thread():
+        if (
+            self.quiet
+            or not self.stderr.is_terminal
+            or threading.current_thread() is not threading.main_thread()
+        ):
             yield no_ticks
             return
+        # a tenth of the time of --help, which shows no bar
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

@@ -17,9 +17,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo
+from typing import Any
 
 from molora_cli.errors import InputError
 from molora_cli.text import shorten
@@ -29,42 +27,19 @@ _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off", ""})
 
 
-def _beside(value: Any, info: ValidationInfo) -> Any:
-    """A path relative to the recipe's folder."""
-    if not isinstance(value, str) or not value:
-        raise ValueError("a path is needed")
-    path = Path(value).expanduser()
-    return str(path if path.is_absolute() else (info.context or {})["folder"] / path)
-
-
-def _beside_if_local(value: Any, info: ValidationInfo) -> Any:
-    """As `_beside` for what is a path; hub ids and built-in names stay as they are. An existing path wins."""
-    if not isinstance(value, str) or not value:
-        raise ValueError("a path or a hub id is needed")
-    path = Path(value).expanduser()
-    local = value.startswith((".", "~")) or os.path.lexists((info.context or {})["folder"] / path)
-    return _beside(value, info) if local else value
-
-
-RecipePath = Annotated[str, BeforeValidator(_beside)]
-RecipeRef = Annotated[str, BeforeValidator(_beside_if_local)]
-
-
-class RecipeSection(BaseModel):
-    """Base of what a command reads below its key: unknown options are errors, unset ones stay unset."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-S = TypeVar("S", bound=RecipeSection)
-
-
-def load_recipe(path: Path, command: str, schema: type[S]) -> dict[str, Any]:
-    """The options that the recipe `path` sets for `command`, checked against `schema`.
+def load_recipe(path: Path, command: str) -> dict[str, Any]:
+    """The options that the recipe `path` sets for `command`, checked against its section in
+    `molora_cli.recipe_sections`.
 
     Raises InputError: no such file, not YAML, no such command in it, an unknown option or a wrong type.
     """
     import yaml
+    from pydantic import ValidationError
+
+    # pydantic costs as much as the rest of --help together: commands import this module, not that one
+    from molora_cli.recipe_sections import SECTIONS
+
+    schema = SECTIONS[command]
 
     try:
         size = path.stat().st_size

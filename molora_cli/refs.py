@@ -19,7 +19,7 @@ BUILTIN_BASES = ("smollm2",)
 
 @dataclass(frozen=True)
 class Ref:
-    """Where a base or an adapter comes from. kind: "local" (path set), "hub" (repo, revision) or "builtin"."""
+    """Where a base or an adapter comes from. kind: "local" (path), "hub" (repo, revision) or "builtin"."""
 
     kind: str
     text: str
@@ -38,7 +38,7 @@ def parse_ref(text: str) -> Ref:
     """
     if not text:
         raise InputError("an empty name was given where a path or a hub id is needed")
-    looks_local = text.startswith((".", "/", "~")) or os.sep == "\\" and ":" in text
+    looks_local = text.startswith((".", "/", "~")) or (os.sep == "\\" and ":" in text)
     path = Path(text).expanduser()
     if text in BUILTIN_BASES and not path.exists():
         return Ref("builtin", text)
@@ -57,11 +57,13 @@ def check_adapter_name(name: str) -> str:
     """A name that is safe as a folder, in a flag and in a legend. Raises InputError."""
     if not _NAME.match(name):
         raise InputError(
-            f"'{name}' cannot name an adapter: letters, digits, '_' and '-' are allowed, first a letter or digit",
+            f"'{name}' cannot name an adapter: letters, digits, '_' and '-', first a letter or digit",
             "name it yourself: NAME=PATH, say math=./adapters/my.adapter",
         )
     if name.lower() in _RESERVED:
-        raise InputError(f"'{name}' is a reserved word and cannot name an adapter", f"use another name: my-{name}=PATH")
+        raise InputError(
+            f"'{name}' is a reserved word and cannot name an adapter", f"use another name: my-{name}=PATH"
+        )
     return name
 
 
@@ -81,11 +83,14 @@ def cache_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """Where the default bundle's path and the chat history are kept: $MOLORA_HOME or the user's data folder."""
+    """Where the default bundle's path and the chat history are kept: $MOLORA_HOME or the user's folder."""
     return Path(os.environ.get("MOLORA_HOME") or platformdirs.user_data_dir("molora")).expanduser()
 
 
 def offline() -> bool:
     """True where the user said that no network may be used."""
     yes = {"1", "ON", "YES", "TRUE"}
-    return any(os.environ.get(k, "").upper() in yes for k in ("HF_HUB_OFFLINE", "MOLORA_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(
+        os.environ.get(k, "").upper() in yes
+        for k in ("HF_HUB_OFFLINE", "MOLORA_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )

@@ -64,7 +64,7 @@ def write_tokenizer(folder: Path, vocab_size: int = 320) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved Llama with 4 layers, hidden 64, vocabulary 320, context 256, fp32, tokenizer and chat template."""
+    """A saved Llama: 4 layers, hidden 64, vocabulary 320, context 256, fp32, tokenizer, chat template."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -91,7 +91,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """make_adapter(base_folder, name, seed=0, **LoraConfig arguments) -> folder of a random PEFT adapter, B not zero."""
+    """make_adapter(base_folder, name, seed=0, **LoraConfig arguments) -> folder of a PEFT adapter, B not zero."""
 
     def make(base: Path, name: str, seed: int = 0, **options: object) -> Path:
         import torch
@@ -100,7 +100,13 @@ def make_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **options}
+        settings = {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": ["q_proj", "v_proj"],
+            "task_type": "CAUSAL_LM",
+            **options,
+        }
         peft_model = get_peft_model(model, LoraConfig(**settings))
         for key, parameter in peft_model.named_parameters():
             if "lora_B" in key or "lora_embedding_B" in key or "lora_embedding_A" in key:

@@ -276,7 +276,7 @@ def test_an_interrupted_compose(tiny_llama: Path, pair: dict[str, Path], tmp_pat
         "import molora_cli.core.compose as c, time\n"
         "from molora_cli.core.bundle.manifest import Effect\n"
         "effect = Effect(max_abs=1, rms=1, base_rms=1)\n"
-        "c.measure_effect = lambda work, ticker: ({a.name: effect for a in work.adapters}, {})  # no torch: quick\n"
+        "c.measure_effect = lambda work, ticker: ({a.name: effect for a in work.adapters}, {})  # quick\n"
         "def slow(*_):\n    print('writing', flush=True)\n    time.sleep(60)\n"
         "c.write_peft = slow\n"
         "from molora_cli.app import main\nmain()\n"
@@ -351,11 +351,10 @@ def test_a_recipe_composes_and_makes_the_default(
     ],
 )
 def test_bad_recipes(tmp_path: Path, text: str, message: str) -> None:
-    from molora_cli.commands.compose import ComposeSection
 
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(InputError, match=message):
-        load_recipe(tmp_path / "r.yaml", "compose", ComposeSection)
+        load_recipe(tmp_path / "r.yaml", "compose")
 
 
 def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
-from pydantic import Field
 
 from molora_cli import options
 from molora_cli.out import Out
-from molora_cli.recipes import RecipePath, RecipeRef, RecipeSection, Setting, load_recipe, merge
+from molora_cli.recipes import Setting, load_recipe, merge
 from molora_cli.text import shorten
 
 if TYPE_CHECKING:
@@ -39,18 +38,6 @@ DEFAULTS: dict[str, Any] = {
     "modules_to_save": None,
     "default": False,
 }
-
-
-class ComposeSection(RecipeSection):
-    """What a recipe may say below `compose:`."""
-
-    output: RecipePath | None = None
-    base: RecipeRef | None = None
-    adapters: dict[str, RecipeRef] = Field(default_factory=dict)
-    allow_noop: bool = False
-    same_base: bool = False
-    modules_to_save: str | None = None
-    default: bool = False
 
 
 def register(app: typer.Typer) -> None:
@@ -104,7 +91,7 @@ def command(
         "same_base": same_base,
         "modules_to_save": modules_to_save,
     }
-    section = load_recipe(recipe, "compose", ComposeSection) if recipe else {}
+    section = load_recipe(recipe, "compose") if recipe else {}
     settings = merge(flags, section, DEFAULTS)
     request = _request(settings, force=force, trust_remote_code=trust_remote_code)
     with out.progress("composing") as ticker:

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
 from molora_cli import options
 from molora_cli.errors import InputError
 from molora_cli.out import Out
-from molora_cli.recipes import RecipePath, RecipeRef, RecipeSection, load_recipe, merge
+from molora_cli.recipes import load_recipe, merge
 from molora_cli.refs import parse_named
 
 EPILOG = """Examples:
@@ -38,30 +37,6 @@ SETTINGS: dict[str, Any] = {
     "save_dtype": "bfloat16",
     "seed": 0,
 }
-
-
-class TrainAdapterSection(RecipeSection):
-    """What a recipe may say below `train-adapter:`."""
-
-    output: RecipePath | None = None
-    base: RecipeRef | None = None
-    data: dict[str, RecipePath] = Field(default_factory=dict)
-    val: dict[str, RecipePath] = Field(default_factory=dict)
-    init: dict[str, RecipePath] = Field(default_factory=dict)
-    source: dict[str, str] = Field(default_factory=dict)
-    licence: dict[str, str] = Field(default_factory=dict)
-    rank: int = 4
-    alpha: float = 0.0
-    target: str | list[str] = "all-linear"
-    tokens: int = 150_000
-    epochs: float = 0.0
-    lr: float = 0.001
-    warmup: int = 20
-    batch_tokens: int = 1200
-    max_length: int = 512
-    grad_clip: float = 1.0
-    save_dtype: str = "bfloat16"
-    seed: int = 0
 
 
 def register(app: typer.Typer) -> None:
@@ -119,7 +94,7 @@ def command(
     from molora_cli.core.training.adapter_job import plan_jobs, settings_from, train_job
 
     out = Out(json_mode=json, quiet=quiet)
-    section = load_recipe(recipe, "train-adapter", TrainAdapterSection) if recipe else {}
+    section = load_recipe(recipe, "train-adapter") if recipe else {}
     named: dict[str, dict[str, str]] = {}
     for key, texts in (
         ("data", data),

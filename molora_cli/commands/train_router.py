@@ -11,7 +11,7 @@ import typer
 
 from molora_cli import options
 from molora_cli.out import Out
-from molora_cli.recipes import RecipePath, RecipeSection, load_recipe, merge
+from molora_cli.recipes import load_recipe, merge
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,21 +30,6 @@ molora train-router my-bundle --data math=math.jsonl --data code=code.jsonl
 
 molora train-router my-bundle --data labelled.jsonl --steps 300 --metrics metrics.jsonl --force
 """
-
-
-class TrainRouterRecipe(RecipeSection):
-    """The `train-router:` section of a recipe."""
-
-    bundle: RecipePath | None = None
-    data: dict[str, RecipePath] | list[RecipePath] | None = None
-    kind: str | None = None
-    steps: int | None = None
-    seed: int | None = None
-    top_k: int | None = None
-    val_share: float | None = None
-    rows: int | None = None
-    mixes: int | None = None
-    max_length: int | None = None
 
 
 def register(app: typer.Typer) -> None:
@@ -84,7 +69,7 @@ def command(
     from molora_cli.core.training.router_rows import RouterSettings
 
     out = Out(json_mode=json, quiet=quiet)
-    written = load_recipe(recipe, "train-router", TrainRouterRecipe) if recipe is not None else {}
+    written = load_recipe(recipe, "train-router") if recipe is not None else {}
     plain = RouterSettings()
     names = ("steps", "seed", "top_k", "val_share", "rows", "mixes", "max_length")
     given = dict(zip(names, (steps, seed, top_k, val_share, rows, mixes, max_length), strict=True))
