@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -13,6 +13,9 @@ from molora_cli.text import shorten
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+# Typer resolves this annotation at run time, on Python 3.10 too, so it is spelt with Optional
+Word = Optional[str]  # noqa: UP045
 
 EPILOG = """Examples:
 
@@ -33,6 +36,10 @@ def command(
     data: options.Data = None,
     base: options.Base = None,
     allow_noop: Annotated[bool, typer.Option("--allow-noop", help="Accept adapters without effect.")] = False,
+    modules_to_save: Annotated[
+        Word,
+        typer.Option("--modules-to-save", metavar="svd:R", help="Full copies of modules as LoRA of rank R."),
+    ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     seed: options.Seed = 0,
     dry_run: options.DryRun = False,
@@ -40,6 +47,7 @@ def command(
     quiet: options.Quiet = False,
 ) -> None:
     """Add adapters to a bundle; the others and their router columns keep every bit."""
+    from molora_cli.core.adapter.saved import parse_saved
     from molora_cli.core.bundle.edit import AddRequest, add
     from molora_cli.core.compose import parse_adapters
 
@@ -50,6 +58,7 @@ def command(
         data=tuple(data or ()),
         base=base,
         allow_noop=allow_noop,
+        saved_rank=parse_saved(modules_to_save) if modules_to_save else None,
         trust_remote_code=trust_remote_code,
         seed=seed,
         dry_run=dry_run,

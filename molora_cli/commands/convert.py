@@ -59,6 +59,10 @@ def command(
     allow_noop: Annotated[
         bool, typer.Option("--allow-noop", help="Accept an adapter without effect.")
     ] = False,
+    modules_to_save: Annotated[
+        Word,
+        typer.Option("--modules-to-save", metavar="svd:R", help="Full copies of modules as LoRA of rank R."),
+    ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     force: options.Force = False,
     dry_run: options.DryRun = False,
@@ -66,6 +70,7 @@ def command(
     quiet: options.Quiet = False,
 ) -> None:
     """Write an adapter or a bundle in another format, and prove that it is the same function."""
+    from molora_cli.core.adapter.saved import parse_saved
     from molora_cli.core.convert.plan import Request, describe, plan
 
     out = Out(json_mode=json, quiet=quiet)
@@ -83,6 +88,7 @@ def command(
         seed=seed,
         force=force,
         allow_noop=allow_noop,
+        saved_rank=parse_saved(modules_to_save) if modules_to_save else None,
         trust_remote_code=trust_remote_code,
     )
     with out.progress("converting") as ticker:

@@ -36,13 +36,15 @@ _EXAMPLES = 400  # rows of a new domain that a centroid column is made of
 
 @dataclass(frozen=True)
 class AddRequest:
-    """adapters: (name, path or hub id). data: `--data` values, rows of the new adapters."""
+    """adapters: (name, path or hub id). data: `--data` values, rows of the new adapters. saved_rank: see
+    `read_adapter`."""
 
     bundle: Path
     adapters: tuple[tuple[str, str], ...]
     data: tuple[str, ...] = ()
     base: str | None = None
     allow_noop: bool = False
+    saved_rank: int | None = None
     trust_remote_code: bool = False
     seed: int = 0
     dry_run: bool = False
@@ -74,7 +76,13 @@ def add(request: AddRequest, *, ticker: Ticker = no_ticks) -> Edited:
         path = bundle.find_base(ticker=ticker)
         modules = read_structure(path)
         new = tuple(
-            read_adapter(name, parse_ref(text), modules, allow_noop=request.allow_noop)
+            read_adapter(
+                name,
+                parse_ref(text),
+                modules,
+                allow_noop=request.allow_noop,
+                saved_rank=request.saved_rank,
+            )
             for name, text in request.adapters
         )
         notes = [*bundle.warnings, *(f"{a.name}: {note}" for a in new for note in a.notes)]

@@ -57,6 +57,10 @@ def _plain_errors(target: Path) -> Iterator[None]:
             raise MoloraError(
                 f"{_FULL[error.errno]} while writing {target}", "free some space and run it again"
             ) from error
+        if error.errno is None and "requested and" in str(error):  # numpy's tofile keeps no number
+            raise MoloraError(
+                f"no space left while writing {target}", "free some space and run it again"
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise InputError(
                 f"{target} cannot be written: {error.strerror}", "choose another place"
@@ -193,6 +197,33 @@ def new_file(target: Path) -> Iterator[Path]:
             _sync(target.parent)
         finally:
             work.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_file_apart(target: Path, *, force: bool) -> Iterator[Path]:
+    """As `new_file`, in a folder of its own beside the target: the work has the target's name and suffix,
+    and what a killed writer left is cleared by the next. Raises InputError where another one was faster."""
+    target = target.absolute()
+    with _plain_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        tidy(target)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-{os.getpid()}-", dir=target.parent))
+        try:
+            work = folder / target.name
+            yield work
+            _sync_tree(folder)
+            try:
+                if force:
+                    work.replace(target)
+                else:
+                    target.hardlink_to(work)  # unlike a rename it never replaces
+            except FileExistsError as error:
+                raise InputError(
+                    f"{target} was written by someone else meanwhile", "--force replaces it"
+                ) from error
+            _sync(target.parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_text(target: Path, text: str) -> None:

@@ -50,7 +50,10 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for; see `molora convert --help`. adapters: those of the source to take, () = all."""
+    """What is asked for; see `molora convert --help`. adapters: those of the source to take, () = all.
+
+    saved_rank: full copies of modules are approximated by LoRA of this rank; None refuses them.
+    """
 
     source: str
     target: Path
@@ -65,6 +68,7 @@ class Request:
     seed: int = 0
     force: bool = False
     allow_noop: bool = False
+    saved_rank: int | None = None
     trust_remote_code: bool = False
 
 
@@ -100,7 +104,10 @@ def plan(request: Request, *, ticker: Ticker = no_ticks) -> Plan:
     _check_place(request, base, own)
     modules = read_structure(base.path)
     known = kind == "bundle" or request.allow_noop  # what is in a bundle has proven itself
-    adapters = tuple(read_adapter(name, ref, modules, allow_noop=known) for name, ref in pairs)
+    adapters = tuple(
+        read_adapter(name, ref, modules, allow_noop=known, saved_rank=request.saved_rank)
+        for name, ref in pairs
+    )
     for adapter in adapters:
         notes += [f"{adapter.name}: {note}" for note in adapter.notes]
     method, weights = _merge_of(request, adapters)
@@ -206,7 +213,9 @@ def _open(request: Request, ticker: Ticker) -> tuple[ResolvedBase, Pairs, str, l
         from molora_cli.core.compose import choose_base
 
         texts = tuple((name, str(ref)) for name, ref in pairs)
-        base = resolve_ref(choose_base(Compose(request.target, texts)), ticker=ticker)
+        base = resolve_ref(
+            choose_base(Compose(request.target, texts, saved_rank=request.saved_rank)), ticker=ticker
+        )
     return base, pairs, "folder" if names else "adapter", list(base.notes)
 
 

@@ -17,7 +17,7 @@ from molora_cli.core.adapter.types import Adapter, ModuleLora
 from molora_cli.core.adapter.write import peft_config, write_peft
 from molora_cli.core.base.model import load_base_model
 from molora_cli.core.bundle.store import ADAPTER_CONFIG, ADAPTER_WEIGHTS, sha256_file
-from molora_cli.core.bundle.writing import new_file, new_folder
+from molora_cli.core.bundle.writing import new_file_apart, new_folder
 from molora_cli.core.convert.gguf_file import write_gguf
 from molora_cli.core.convert.merge import merge
 from molora_cli.core.convert.merged_model import write_merged_model
@@ -62,15 +62,8 @@ def convert(work: Plan, *, ticker: Ticker = no_ticks) -> dict[str, Any]:
 def _output(work: Plan) -> Iterator[Path]:
     request = work.request
     if request.to == "gguf":
-        request.target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with new_file(request.target.absolute()) as path:
-            # readers tell the format by the suffix
-            named = path.with_name(path.name + ".gguf")
-            try:
-                yield named
-                named.replace(path)
-            finally:
-                named.unlink(missing_ok=True)
+        with new_file_apart(request.target, force=request.force) as path:
+            yield path
     else:
         with new_folder(request.target, force=request.force, own_file=work.own_file) as folder:
             yield folder
