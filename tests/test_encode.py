@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from molora_cli.core.training.data import Example, Message, Segment
-from molora_cli.core.training.encode import TEMPLATE, encode, encode_all, segment_labels
+from molora_cli.core.training.encode import TEMPLATE, encode, encode_all, message_index, segment_labels
 from molora_cli.errors import InputError
 
 TEMPLATES = {
@@ -103,6 +104,23 @@ def test_ranges_of_a_trimming_template_keep_the_offset(
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES["trims"])
     encoded = encode(tokenizer, chat("   abc ", "x"), 512)
     assert [s for s, m in zip(encoded.start, encoded.message, strict=True) if m == 0] == [3, 4, 5]
+
+
+def test_messages_of_a_template_that_leaves_one_out(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for m in messages %}{% if not loop.first %}[{{ m['content'] }}]{% endif %}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    assert encode(tokenizer, chat("ab", "cd", "e"), 512).message == [-1, 1, 1, -1, -1, 2, -1]
+
+
+def test_message_index_says_what_encode_says(templated: Any) -> None:
+    for contents in CONTENTS:
+        example = chat(*contents)
+        rendered = templated.apply_chat_template(
+            [{"role": m.role, "content": m.content} for m in example.messages], tokenize=False
+        )
+        tokens = templated(rendered, add_special_tokens=False, return_offsets_mapping=True)
+        found = message_index(templated, rendered, example.messages, np.array(tokens["offset_mapping"]))
+        assert found.tolist() == encode(templated, example, 512).message
 
 
 def test_completion_is_the_assistant_and_its_end_of_turn(tokenizer: Any) -> None:

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from molora_cli.app import app
 from molora_cli.core.bundle.store import Bundle, set_default_bundle
 from molora_cli.core.inspection import recognise
+from molora_cli.core.pieces import join_pieces
 from molora_cli.core.router.spec import RouterSpec, StageSpec
 from molora_cli.core.trace_files import load_trace
-from molora_cli.core.tracing import BLOCK, read_documents, trace_texts
+from molora_cli.core.tracing import BLOCK, Texts, read_documents, trace_texts
 from molora_cli.errors import InputError
 
 Run = Callable[..., str]
@@ -164,8 +165,70 @@ def test_chats_go_through_the_template(run: Run, bundle: Path, tmp_path: Path) -
     whole = "".join(r["text"] for r in document["listing"])
     assert whole == "<|im_start|>user\nx1<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
     assert document["listing"][0]["domain"] == "q"
+    # of the chat only x, 1 and 1 are content: to math, code and code
+    assert "".join(r["text"] for r in document["listing"] if not r["template"]) == "x11"
+    assert (document["tokens_counted"], document["tokens_of_template"]) == (3, document["tokens"] - 3)
+    assert document["stats"]["groups"][0]["total"]["share"] == pytest.approx([1 / 3, 2 / 3, 0])
+    counted = json.loads(run(bundle, "--data", tmp_path / "c.jsonl", "--json", "--template"))
+    assert counted["tokens_counted"] == counted["tokens"] == document["tokens"]
+    assert counted["stats"]["groups"][0]["total"]["share"][2] > 0.5
     prompt = json.loads(run(bundle, "--prompt", "x1", "--chat", "--json", "--tokens"))
+    assert prompt["tokens_counted"] == 2
     assert "".join(r["text"] for r in prompt["listing"]) == "<|im_start|>user\nx1<|im_end|>\n"
+
+
+def test_plain_texts_are_counted_whole(run: Run, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n{"text": "1y"}\n')
+    document = json.loads(run(bundle, "--prompt", "<|im_start|>x", "--json"))
+    assert document["tokens"] == document["tokens_counted"] == 2 and document["tokens_of_template"] == 0
+    mixed = json.loads(run(bundle, "--data", f"d={tmp_path / 'd.jsonl'}", "--json"))
+    assert mixed["tokens_counted"] == 3 < mixed["tokens"]
+    assert "are left out; --template counts them" in run(bundle, "--data", tmp_path / "d.jsonl")
+    assert "left out" not in run(bundle, "--prompt", "x")
+
+
+TEMPLATES = {
+    "its own": None,
+    "trims": "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}",
+    "changes": "{% for m in messages %}[{{ m.role }}]{{ m.content | replace('x', 'yy') }}\n{% endfor %}",
+    "refuses system": "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}"
+    "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    "loses system": "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]"
+    "{{ m.content }}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_content_is_found_under_every_template(
+    name: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = Texts(tiny_llama)
+    if TEMPLATES[name]:
+        monkeypatch.setattr(texts._load_full(), "chat_template", TEMPLATES[name])
+    contents = [" you count ", "日本 x ", "", "x"]
+    roles = ["system", "user", "assistant", "user"]
+    chat = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+    ids, found = texts.encode(["plain", chat, [1, 2]])
+    assert list(found) == [1] and ids[2] == [1, 2] and len(found[1]) == len(ids[1])
+    pieces = texts.pieces(ids[1])
+    said = join_pieces(pieces[i] for i, of_message in zip(ids[1], found[1], strict=True) if of_message)
+    wanted = {
+        "its own": "".join(contents),
+        "trims": "you count日本 xx",
+        "changes": " you count 日本 yy yy",
+    }
+    assert said == wanted.get(name, " you count \n\n日本 x x")
+
+
+def test_content_that_cannot_be_told_apart_is_all_counted(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picky = "{% for m in messages %}{% if 'x' not in m.content %}{{ raise_exception('no') }}{% endif %}"
+    picky += "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    texts = Texts(tiny_llama)
+    monkeypatch.setattr(texts._load_full(), "chat_template", picky)
+    ids, found = texts.encode([[{"role": "user", "content": "x"}]])
+    assert len(ids[0]) == len("[user]x") and found[0].all()
 
 
 def test_batches_and_blocks_route_as_one_by_one(bundle: Path) -> None:

@@ -67,6 +67,33 @@ def test_entropy_and_margin() -> None:
     assert summarise(_trace([0])).groups[0].total.entropy is None
 
 
+def test_the_template_is_left_out_unless_asked_for() -> None:
+    # two chats: template on b around a's content, the second with a message after the template between
+    first, content = [1, 0, 0, 1, 1, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1, 0, 1, 1]
+    ids = np.array([9, 5, 5, 9, 9, 5, 9, 7, 5])
+    trace = _trace(first, [0, 4], token_ids=ids, content=np.array(content, bool), domains=("x", "y"))
+    stats = summarise(trace)
+    assert (stats.tokens, stats.template_tokens, stats.template_counted) == (5, 4, False)
+    total = stats.groups[0].total
+    assert total.tokens == 5 and total.share == pytest.approx([4 / 5, 1 / 5, 0])
+    # neighbours are those of the content alone: 5 5 | 5 7 5
+    assert total.neighbours == 3 and total.switch_rate == pytest.approx(200 / 3)
+    assert stats.groups[0].transitions == [[1, 1, 0], [1, 0, 0], [0, 0, 0]]
+    assert stats.groups[0].position_tokens == [2, 3]
+    assert [[t.token for t in listed] for listed in stats.groups[0].top_tokens] == [[5], [], []]
+    assert [(d.name, d.tokens, d.documents) for d in stats.groups[0].domains] == [("x", 2, 1), ("y", 3, 1)]
+    whole = summarise(trace, template=True)
+    assert (whole.tokens, whole.template_tokens, whole.template_counted) == (9, 4, True)
+    trace.content = None
+    same = summarise(trace)
+    assert whole.groups == same.groups and same.template_tokens == 0
+
+
+def test_chats_without_content_have_empty_statistics() -> None:
+    stats = summarise(_trace([1, 0], content=np.zeros(2, bool), domains=("x",)))
+    assert stats.tokens == 0 and stats.groups[0].total.share == [0, 0, 0] and stats.warnings() == []
+
+
 def test_lift() -> None:
     # token 5: 6 of 8 on a; token 6: never on a, 8 times; share of a is 6 / 16
     ids = np.array([5] * 8 + [6] * 8)

@@ -28,11 +28,12 @@ def _trace(n: int = 7, groups: int = 2, k: int = 2, seed: int = 0) -> Trace:
         domains=("x", None, "y"),
         pieces={1: "\udcf0", 2: "</script>\x1b"},
         meta={"router": "context", "groups": [[0, 2], [2, 4]]},
+        content=np.arange(n) % 3 != 0,
     )
 
 
 def _same(a: Trace, b: Trace) -> None:
-    for name in ("token_ids", "starts", "indices", "gates", "scores"):
+    for name in ("token_ids", "starts", "indices", "gates", "scores", "content"):
         x, y = getattr(a, name), getattr(b, name)
         assert x.dtype == y.dtype and np.array_equal(x, y), name
     for name in ("adapters", "experts", "domains", "pieces", "meta"):
@@ -49,6 +50,41 @@ def test_file_round_trip(tmp_path: Path) -> None:
         save_trace(file, trace)
     save_trace(file, _trace(seed=1), force=True)
     assert [p.name for p in tmp_path.iterdir()] == ["t.trace"]
+
+
+def test_a_trace_without_content_or_scores_loads(tmp_path: Path) -> None:
+    trace = _trace()
+    trace.content = trace.scores = None
+    save_trace(tmp_path / "t", trace)
+    loaded = load_trace(tmp_path / "t")
+    assert loaded.content is None and loaded.scores is None
+    assert loaded.of_template() == 0 and loaded.without_template() is loaded
+
+
+def test_content_of_another_type_is_refused(tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.numpy import load_file, save_file
+
+    save_trace(tmp_path / "t", _trace())
+    tensors = load_file(tmp_path / "t")
+    tensors["content"] = tensors["content"].astype(np.int32)
+    with safe_open(tmp_path / "t", framework="numpy") as file:
+        save_file(tensors, tmp_path / "u", metadata=file.metadata())
+    with pytest.raises(InputError, match="content must be bool"):
+        load_trace(tmp_path / "u")
+
+
+def test_without_template_keeps_documents_and_rows() -> None:
+    trace = _trace()  # documents of 3, 0 and 4 tokens
+    trace.content = np.array([False, False, False, True, True, False, True])
+    bare = trace.without_template()
+    bare.check()
+    assert trace.of_template() == 4 and bare.content is None and bare.domains == trace.domains
+    assert bare.starts.tolist() == [0, 0, 0] and bare.lengths().tolist() == [0, 0, 3]
+    for name in ("token_ids", "indices", "gates", "scores"):
+        assert np.array_equal(getattr(bare, name), getattr(trace, name)[[3, 4, 6]]), name
+    trace.content[:] = True
+    assert trace.without_template() is trace
 
 
 def test_file_size_per_token(tmp_path: Path) -> None:
@@ -74,6 +110,7 @@ def test_file_size_per_token(tmp_path: Path) -> None:
         ({"scores": np.full((7, 2, 4), np.nan, np.float32)}, "no log-probability"),
         ({"scores": np.full((7, 2, 4), 1.0, np.float32)}, "no log-probability"),
         ({"scores": np.zeros((7, 2, 3), np.float32)}, "scores have shape"),
+        ({"content": np.ones(6, dtype=bool)}, "content has shape"),
         ({"token_ids": np.full(7, -1)}, "negative"),
         ({"domains": ("x", "y")}, "domain names"),
     ],
@@ -124,6 +161,11 @@ def test_join_moves_starts() -> None:
     both.check()
     assert both.starts.tolist() == [0, 3, 3, 7, 10, 10]
     assert len(both) == 14 and both.domains == ("x", None, "y") * 2
+    plain = _trace()
+    plain.content = None
+    mixed = join([plain, _trace()]).content
+    assert mixed is not None and mixed.tolist() == [True] * 7 + (np.arange(7) % 3 != 0).tolist()
+    assert join([plain, plain]).content is None
     other = _trace()
     other.adapters = ("a", "b", "d")
     with pytest.raises(InputError, match="different routers"):
@@ -134,6 +176,7 @@ def test_listing_escapes_half_characters() -> None:
     trace = _trace()
     trace.token_ids[:] = 1
     records = listing(trace, 5)
+    assert [r["template"] for r in records] == [True, False, False, True, False]
     assert len(records) == 5 and records[0]["text"] == "\\xf0" and records[4]["document"] == 2
     json.dumps(records).encode("ascii")
 

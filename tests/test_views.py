@@ -84,7 +84,9 @@ COLOURS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("width", [40, 47, 60, 80, 120, 200])
 @pytest.mark.parametrize("colours", list(COLOURS))
 def test_no_line_passes_the_width_and_nothing_raw_escapes(width: int, colours: str) -> None:
-    for trace in (_trace(), _trace(adapters=20, k=2, groups=3), _trace(adapters=1, base=False)):
+    chat = _trace()
+    chat.content = np.arange(120) % 4 != 0
+    for trace in (_trace(), _trace(adapters=20, k=2, groups=3), _trace(adapters=1, base=False), chat):
         for view in _views(trace):
             text = ESCAPES.sub("", _render(view, width, **COLOURS[colours]))
             assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e\ud800-\udfff]", text)
@@ -127,6 +129,25 @@ def test_legend_names_letters_and_shares() -> None:
     assert legend == "m math 25 %  e medical 0 %  a m 0 %  - base 75 %"
     assert palette.legend(width=12).plain == "m math\ne medical\na m  - base"
     assert "base" not in palette.legend(base=False).plain
+
+
+def test_the_template_is_dim_and_said_to_be_left_out() -> None:
+    trace = _trace()
+    trace.content = np.arange(120) % 4 != 0
+    text = _render(Histogram(trace, summarise(trace)), 100)
+    assert "template tokens, 30, are left out; --template counts them" in text and "90 tokens" in text
+    whole = summarise(trace, template=True)
+    text = _render(Histogram(trace, whole), 100)
+    assert "the chat template's 30 tokens are counted too" in text and "120 tokens" in text
+    views = [ColouredDocuments(trace, limit=60), ColouredDocuments(trace, limit=60, template=True)]
+    assert "60 of 120 tokens are shown; the statistics cover all messages" in _render(views[0], 100)
+    dim, full = (_render(v, 100, **COLOURS["truecolor"]) for v in views)
+    assert "dim: the chat template" in dim and "dim: the chat template" not in full
+    assert re.search(r"\x1b\[2;38[0-9;]*mSolve", dim) and not re.search(r"\x1b\[2;38[0-9;]*mSolve", full)
+    # the legend's shares are those of the histogram
+    legend = summarise(trace).groups[0].total.share
+    assert f"math {100 * legend[0]:.0f} %" in _render(views[0], 100)
+    assert f"math {100 * whole.groups[0].total.share[0]:.0f} %" in _render(views[1], 100)
 
 
 def test_letters_are_unique_for_many_adapters() -> None:

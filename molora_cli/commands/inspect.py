@@ -65,6 +65,12 @@ def command(
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Tokens of text to show.")] = 600,
     top: Annotated[int, typer.Option("--top", min=0, help="Tokens to list per adapter.")] = 8,
+    template: Annotated[
+        bool,
+        typer.Option(
+            "--template", help="Count the tokens that a chat template adds; else they are left out."
+        ),
+    ] = False,
     base: options.Base = None,
     force: options.Force = False,
     json_: options.Json = False,
@@ -98,7 +104,7 @@ def command(
 
         check_figure(figure, kind, force=force)
     trace = _trace(out, what, place, base, data or [], texts, chat, save_trace, force)
-    _show_trace(out, trace, figure, kind, tokens, limit, top)
+    _show_trace(out, trace, figure, kind, tokens, limit, top, template)
 
 
 def _texts(prompts: list[str], stdin: bool) -> list[str]:
@@ -169,6 +175,7 @@ def _show_trace(
     tokens: bool | None,
     limit: int,
     top: int,
+    template: bool,
 ) -> None:
     from rich.console import Console
 
@@ -178,11 +185,11 @@ def _show_trace(
     from molora_cli.views.histogram import Histogram
     from molora_cli.views.tables import StatsView
 
-    stats = summarise(trace, top=top)
+    stats = summarise(trace, top=top, template=template)
 
     def human(console: Console) -> None:
         if tokens is not False:
-            console.print(ColouredDocuments(trace, limit=limit))
+            console.print(ColouredDocuments(trace, limit=limit, template=template))
         console.print(Histogram(trace, stats))
         console.print()
         console.print(StatsView(trace, stats))
@@ -190,6 +197,8 @@ def _show_trace(
     document = {
         "what": "trace",
         "tokens": len(trace),
+        "tokens_counted": stats.tokens,
+        "tokens_of_template": stats.template_tokens,
         "documents": len(trace.starts),
         "adapters": list(trace.adapters),
         "experts": list(trace.experts),

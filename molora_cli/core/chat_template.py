@@ -7,12 +7,13 @@ templates write their own special tokens, so none is added again.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from molora_cli.errors import InputError
 from molora_cli.text import shorten
@@ -23,14 +24,15 @@ _WAY_OUT = "--chat-template FILE supplies another one, --plain continues text wi
 
 Message = Mapping[str, str]
 Notify = Callable[[str], None]
+Result = TypeVar("Result")
 
 
 class _TooSlow(Exception):
     pass
 
 
-def _within(seconds: float, work: Callable[[], str]) -> str:
-    """`work()`, stopped with _TooSlow after `seconds`; only lines of jinja templates are watched.
+def within(seconds: float, work: Callable[[], Result]) -> Result:
+    """`work()`, stopped by an exception after `seconds`; only lines of jinja templates are watched.
 
     A trace function of this thread needs neither signals (main thread only) nor a second process.
     """
@@ -49,6 +51,7 @@ def _within(seconds: float, work: Callable[[], str]) -> str:
         sys.settrace(before)
 
 
+@functools.lru_cache(maxsize=16)
 def _refuse_powers(template: str, where: str) -> None:
     """Refuse `**`: a power of integers is computed in one step that no time limit can stop."""
     import jinja2
@@ -92,7 +95,7 @@ def use_template_file(tokenizer: Any, path: Path) -> None:
 
 def _render_once(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool) -> str:
     plain = [dict(message) for message in messages]
-    return _within(
+    return within(
         TIME_LIMIT,
         lambda: str(
             tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
@@ -100,7 +103,7 @@ def _render_once(tokenizer: Any, messages: Sequence[Message], add_generation_pro
     )
 
 
-def _merged(messages: Sequence[Message]) -> list[Message]:
+def merge_system(messages: Sequence[Message]) -> list[Message]:
     """The same talk with the system text at the head of the first user message."""
     system, first, *rest = messages
     return [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
@@ -141,11 +144,11 @@ def render(
         if not mergeable:
             raise failure from None
         try:
-            text = _render_once(tokenizer, _merged(messages), add_generation_prompt)
+            text = _render_once(tokenizer, merge_system(messages), add_generation_prompt)
         except Exception:
             raise failure from None
     else:
-        text = _render_once(tokenizer, _merged(messages), add_generation_prompt)
+        text = _render_once(tokenizer, merge_system(messages), add_generation_prompt)
     if notify:
         notify(
             "this chat template takes no system message; its text stands before the first question instead"

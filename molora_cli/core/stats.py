@@ -12,6 +12,9 @@ token's *first choice* is the expert with its largest gate; among several equal 
               the expert's share and c = 5: how much more often than its share an expert takes that token,
               drawn towards 1 where the token is rare
     uniform   1 / number of experts: the share if routing said nothing
+
+Tokens that a chat template adds (system prompt, role markers, ends of turns) are the same in every text and
+would drown short ones. They are left out, as if the messages' content stood alone, unless they are asked for.
 """
 
 from __future__ import annotations
@@ -93,7 +96,8 @@ class Group:
 class Stats:
     """All groups. names: the A adapters and "base". experts: how many experts the uniform line divides by.
 
-    knows_base: the router may send a token to the base, or did.
+    knows_base: the router may send a token to the base, or did. template_tokens: tokens that a chat template
+    added; template_counted: they are in the numbers.
     """
 
     names: list[str]
@@ -101,6 +105,13 @@ class Stats:
     knows_base: bool
     uniform: float
     groups: list[Group]
+    template_tokens: int = 0
+    template_counted: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that are counted."""
+        return self.groups[0].total.tokens
 
     def document(self) -> dict[str, Any]:
         """As JSON-ready values."""
@@ -124,8 +135,14 @@ class Stats:
         return found
 
 
-def summarise(trace: Trace, *, top: int = 10) -> Stats:
-    """Statistics of a checked trace. top: how many tokens to list per expert."""
+def summarise(trace: Trace, *, top: int = 10, template: bool = False) -> Stats:
+    """Statistics of a checked trace.
+
+    top: how many tokens to list per expert. template: count the tokens of chat templates too.
+    """
+    of_template = trace.of_template()
+    if not template:
+        trace = trace.without_template()
     columns = len(trace.adapters) + 1
     ranges = trace.meta.get("groups") or []
     lengths = trace.lengths()
@@ -164,7 +181,15 @@ def summarise(trace: Trace, *, top: int = 10) -> Stats:
         )
     knows_base = BASE_EXPERT in trace.experts or bool((trace.indices == -1).any())
     experts = len(trace.experts) or len(trace.adapters) + knows_base
-    return Stats([*trace.adapters, "base"], experts, knows_base, 1 / max(1, experts), groups)
+    return Stats(
+        names=[*trace.adapters, "base"],
+        experts=experts,
+        knows_base=knows_base,
+        uniform=1 / max(1, experts),
+        groups=groups,
+        template_tokens=of_template,
+        template_counted=template,
+    )
 
 
 class _Split:

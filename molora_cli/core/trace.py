@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ class Trace:
     "__base__" among them where the router knows the base; domains: one name or None per document; pieces:
     token id -> text for display (may be empty until filled from a tokenizer; a byte that is no whole
     character is a lone surrogate, as `surrogateescape` makes it); meta: bundle path and digest, router
-    kind, groups.
+    kind, groups; content: (N,) bool, False for tokens that a chat template added around the messages (None:
+    no chat, all tokens are content).
     """
 
     token_ids: NDArray[np.int64]
@@ -38,6 +39,7 @@ class Trace:
     domains: tuple[str | None, ...] = ()
     pieces: dict[int, str] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    content: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
@@ -71,6 +73,26 @@ class Trace:
             return indices[:, 0], gates[:, 0]
         best = gates.argmax(axis=1)[:, None]
         return np.take_along_axis(indices, best, 1)[:, 0], np.take_along_axis(gates, best, 1)[:, 0]
+
+    def of_template(self) -> int:
+        """How many tokens a chat template added."""
+        return 0 if self.content is None else len(self) - int(np.count_nonzero(self.content))
+
+    def without_template(self) -> Trace:
+        """The same documents with their content alone, as if the template's tokens had not been there."""
+        if self.content is None or self.of_template() == 0:
+            return self
+        kept = self.content
+        before = np.concatenate([[0], np.cumsum(kept)])
+        return replace(
+            self,
+            token_ids=self.token_ids[kept],
+            starts=before[self.starts].astype(np.int64),
+            indices=self.indices[kept],
+            gates=self.gates[kept],
+            scores=None if self.scores is None else self.scores[kept],
+            content=None,
+        )
 
     def text(self, token_id: int) -> str:
         """A token's text, or its number where no tokenizer has been asked."""
@@ -106,6 +128,8 @@ def _problems(trace: Trace) -> Iterator[str]:
         yield f"a route points outside the {len(trace.adapters)} adapters"
     if not bool(np.isfinite(trace.gates).all()):
         yield "a gate is not finite"
+    if trace.content is not None and trace.content.shape != (n,):
+        yield f"content has shape {trace.content.shape}, not ({n},)"
     if trace.scores is not None:
         if trace.scores.shape != (n, trace.groups, len(trace.experts)) or not trace.experts:
             yield f"scores have shape {trace.scores.shape}, not ({n}, {trace.groups}, {len(trace.experts)})"
@@ -131,6 +155,11 @@ def join(traces: Sequence[Trace]) -> Trace:
     for trace in traces:
         pieces.update(trace.pieces)
     scores = [t.scores for t in traces if t.scores is not None]
+    content = None
+    if any(t.content is not None for t in traces):
+        content = np.concatenate(
+            [np.ones(len(t), dtype=bool) if t.content is None else t.content for t in traces]
+        )
     return Trace(
         token_ids=np.concatenate([t.token_ids for t in traces]),
         starts=np.concatenate([t.starts + o for t, o in zip(traces, offsets, strict=True)]),
@@ -142,6 +171,7 @@ def join(traces: Sequence[Trace]) -> Trace:
         domains=tuple(name for t in traces for name in (t.domains or (None,) * len(t.starts))),
         pieces=pieces,
         meta=dict(head.meta),
+        content=content,
     )
 
 
@@ -158,6 +188,7 @@ def listing(trace: Trace, limit: int) -> list[dict[str, Any]]:
                     "id": token,
                     "text": show_piece(trace.text(token)),
                     "indices": trace.indices[i].tolist(),
+                    "template": trace.content is not None and not trace.content[i],
                     "gates": [[round(float(g), 6) for g in group] for group in trace.gates[i]],
                 }
             )

@@ -1,9 +1,9 @@
 """Traces on disk: one safetensors file, its header holding the names. Numpy only.
 
 Tensors: token_ids (N,) int32, starts (D,) int64, indices (N, G, k) int16, gates (N, G, k) float32,
-domain (D,) int16 into the header's `domains` (-1 = none), scores (N, G, E) float32 where there are any: with
-one group and one choice 10 bytes a token plus 4 per expert. The metadata entry `molora-trace` is the JSON
-header.
+domain (D,) int16 into the header's `domains` (-1 = none), scores (N, G, E) float32 where there are any,
+content (N,) bool where there are chats: with one group and one choice 10 bytes a token plus 4 per expert. The
+metadata entry `molora-trace` is the JSON header.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from molora_cli.text import shorten
 FORMAT = "molora-trace"
 VERSION = 1
 _DTYPES = {"token_ids": "int32", "starts": "int64", "indices": "int16", "gates": "float32", "domain": "int16"}
+_OPTIONAL = {"scores": "float32", "content": "bool"}
 _AGAIN = "make the trace again: molora inspect BUNDLE --data NAME=FILE --save-trace FILE"
 
 
@@ -67,6 +68,8 @@ def save_trace(path: Path, trace: Trace, *, force: bool = False) -> None:
     tensors = {name: np.ascontiguousarray(arrays[name].astype(dtype)) for name, dtype in _DTYPES.items()}
     if trace.scores is not None:
         tensors["scores"] = np.ascontiguousarray(trace.scores.astype(np.float32))
+    if trace.content is not None:
+        tensors["content"] = np.ascontiguousarray(trace.content.astype(bool))
     header = {
         "version": VERSION,
         "adapters": trace.adapters,
@@ -94,14 +97,14 @@ def load_trace(path: Path) -> Trace:
             header = json.loads(metadata[FORMAT])
             _check_header(header, where)
             present = set(file.keys())
-            tensors = {name: file.get_tensor(name) for name in (*_DTYPES, "scores") if name in present}
+            tensors = {name: file.get_tensor(name) for name in (*_DTYPES, *_OPTIONAL) if name in present}
     except FileNotFoundError as error:
         raise InputError(f"{where} does not exist", "check the path of the trace") from error
     except (SafetensorError, OSError) as error:
         raise InputError(f"{where} cannot be read as a trace: {shorten(str(error))}", _AGAIN) from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} has a damaged header", _AGAIN) from error
-    expected = {**_DTYPES, "scores": "float32"} if "scores" in tensors else _DTYPES
+    expected = _DTYPES | {name: dtype for name, dtype in _OPTIONAL.items() if name in tensors}
     for name, dtype in expected.items():
         if name not in tensors or str(tensors[name].dtype) != dtype:
             found = "no such tensor" if name not in tensors else str(tensors[name].dtype)
@@ -120,6 +123,7 @@ def load_trace(path: Path) -> Trace:
         domains=tuple(None if i < 0 else names[i] for i in domain.tolist()),
         pieces={int(i): text for i, text in header["pieces"].items()},
         meta=header["meta"],
+        content=tensors.get("content"),
     )
     trace.check(where)
     return trace

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from molora_cli.core.pieces import token_pieces
 from molora_cli.core.trace import Trace, join
@@ -64,28 +65,59 @@ class Texts:
                 )
         return self._full
 
-    def encode(self, contents: Sequence[Content]) -> list[list[int]]:
-        """Token ids per document. Texts get the tokenizer's own special tokens, chats their template's."""
+    def encode(self, contents: Sequence[Content]) -> tuple[list[list[int]], dict[int, NDArray[np.bool_]]]:
+        """Token ids per document. Texts get the tokenizer's own special tokens, chats their template's.
+
+        The second is for the chats among them: place in `contents` -> which tokens are of a message, (N,).
+        """
         ids: list[list[int]] = [[] for _ in contents]
-        for special in (True, False):
-            rows = [(i, c) for i, c in enumerate(contents) if isinstance(c, str) == special]
-            texts = {i: c if isinstance(c, str) else self._render(c) for i, c in rows if not _is_ids(c)}
-            encoded = self._fast.encode_batch_fast(list(texts.values()), add_special_tokens=special)
-            for i, encoding in zip(texts, encoded, strict=True):
-                ids[i] = encoding.ids
+        texts: dict[int, str] = {}
+        chats: dict[int, Any] = {}
         for i, content in enumerate(contents):
-            if _is_ids(content):
+            if isinstance(content, str):
+                texts[i] = content
+            elif _is_ids(content):
                 ids[i] = [int(t) for t in content]  # type: ignore[arg-type]
-        return ids
+            else:
+                chats[i] = content
+        for i, encoding in zip(texts, self._fast.encode_batch_fast(list(texts.values())), strict=True):
+            ids[i] = encoding.ids
+        if not chats:
+            return ids, {}
+        rendered = {i: self._render(messages) for i, messages in chats.items()}
+        # only these need to know where in the text each token stands, which costs a little
+        encoded = self._fast.encode_batch([text for text, _ in rendered.values()], add_special_tokens=False)
+        of_message = {}
+        for (i, (text, messages)), encoding in zip(rendered.items(), encoded, strict=True):
+            ids[i] = encoding.ids
+            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            of_message[i] = self._of_message(text, messages, offsets)
+        return ids, of_message
 
     def pieces(self, ids: Iterable[int]) -> dict[int, str]:
         """Token id -> text for display."""
         return token_pieces(self._fast, ids)
 
-    def _render(self, messages: Any) -> str:
-        from molora_cli.core.chat_template import render
+    def _render(self, messages: Sequence[dict[str, str]]) -> tuple[str, Any]:
+        """The text of a chat, and the messages as they stand in it."""
+        from molora_cli.core.chat_template import merge_system, render
 
-        return render(self._load_full(), messages, add_generation_prompt=False)
+        merged: list[str] = []
+        text = render(self._load_full(), messages, add_generation_prompt=False, notify=merged.append)
+        return text, merge_system(messages) if merged else messages
+
+    def _of_message(self, text: str, messages: Any, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which tokens belong to a message; all of them where the template does not let that be found out."""
+        from molora_cli.core.chat_template import TIME_LIMIT, within
+        from molora_cli.core.training.data import Message
+        from molora_cli.core.training.encode import TEMPLATE, message_index
+
+        turns = [Message(m["role"], m["content"]) for m in messages]
+        try:
+            found = within(TIME_LIMIT, lambda: message_index(self._load_full(), text, turns, offsets))
+        except InputError:
+            return np.ones(len(offsets), dtype=bool)
+        return found != TEMPLATE
 
 
 def _is_ids(content: Content) -> bool:
@@ -211,7 +243,7 @@ def _windows(documents: Iterable[Document], size: int) -> Iterator[list[Document
 
 
 def _trace_window(router: RouterStack, texts: Texts, window: Sequence[Document]) -> Trace:
-    ids = texts.encode([content for _, content in window])
+    ids, of_message = texts.encode([content for _, content in window])
     lengths = np.array([len(row) for row in ids], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     total = int(lengths.sum())
@@ -225,7 +257,11 @@ def _trace_window(router: RouterStack, texts: Texts, window: Sequence[Document])
         scores=np.zeros((*shape, len(router.experts)), dtype=np.float32),
         experts=router.experts,
         domains=tuple(domain for domain, _ in window),
+        content=np.ones(total, dtype=bool) if of_message else None,
     )
+    if trace.content is not None:
+        for row, found in of_message.items():
+            trace.content[starts[row] : starts[row] + lengths[row]] = found
     order = np.argsort(lengths, kind="stable")
     batch: list[int] = []
     for row in [r for r in order.tolist() if lengths[r]]:

@@ -14,11 +14,18 @@ NEWLINE = "⏎"
 
 
 def coloured_text(
-    trace: Trace, palette: Palette, tokens: slice, *, group: int = 0, ascii_only: bool = False
+    trace: Trace,
+    palette: Palette,
+    tokens: slice,
+    *,
+    group: int = 0,
+    ascii_only: bool = False,
+    template: bool = False,
 ) -> Text:
     """The tokens of a range as one text: the tint follows the gate, ⏎ stands before a line break of the text.
 
-    A character cut over several tokens takes the colour of the one that completes it.
+    A character cut over several tokens takes the colour of the one that completes it. Tokens of a chat
+    template are dim, or like any other where `template` says so.
     """
     first, gates = trace.first(group)
     text = Text()
@@ -31,7 +38,10 @@ def coloured_text(
         index = int(first[i])
         mark = "" if ascii_only else NEWLINE
         shown = whole.replace("\r\n", "\n").replace("\n", mark + "\n")
-        text.append_text(palette.token(shown, index, float(gates[i]), previous))
+        token = palette.token(shown, index, float(gates[i]), previous)
+        if not template and trace.content is not None and not trace.content[i]:
+            token.stylize("dim")
+        text.append_text(token)
         previous = index
     if rest:
         text.append("\ufffd")
@@ -39,16 +49,21 @@ def coloured_text(
 
 
 class ColouredDocuments:
-    """Coloured documents with headings and a legend, cut after `limit` tokens with a note on what is left."""
+    """Coloured documents with headings and a legend, cut after `limit` tokens with a note on what is left.
 
-    def __init__(self, trace: Trace, *, limit: int, group: int | None = None) -> None:
+    template: a chat template's tokens count in the legend's shares, and are not dim.
+    """
+
+    def __init__(self, trace: Trace, *, limit: int, group: int | None = None, template: bool = False) -> None:
         self.trace = trace
         self.limit = limit
         self.group = group
+        self.template = template
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         trace, palette = self.trace, Palette(self.trace.adapters, console)
         groups = range(trace.groups) if self.group is None else [self.group]
+        counted = trace if self.template else trace.without_template()
         shown = 0
         for number, tokens in self._chosen():
             if len(trace.starts) > 1:
@@ -57,15 +72,25 @@ class ColouredDocuments:
             for group in groups:
                 if trace.groups > 1:
                     yield Text(f"layers {layer_range(trace, group)}", style="dim")
-                yield coloured_text(trace, palette, tokens, group=group, ascii_only=options.ascii_only)
+                yield coloured_text(
+                    trace,
+                    palette,
+                    tokens,
+                    group=group,
+                    ascii_only=options.ascii_only,
+                    template=self.template,
+                )
             yield Text()
             shown += tokens.stop - tokens.start
         if shown < len(trace):
             note = f"{shown:,} of {len(trace):,} tokens are shown; the statistics cover all"
-            yield Text(note, style="dim")
-        shares = _shares(trace, groups[0])
+            yield Text(note if counted is trace else f"{note} messages", style="dim")
+        shares = _shares(counted, groups[0])
         base = BASE_EXPERT in trace.experts or not trace.experts or shares[BASE] > 0
-        yield palette.legend(shares, width=options.max_width, base=base).append("\n")
+        yield palette.legend(shares, width=options.max_width, base=base)
+        if counted is not trace and console.color_system is not None:
+            yield Text("dim: the chat template", style="dim")
+        yield Text()
 
     def _chosen(self) -> list[tuple[int, slice]]:
         """Documents and what is shown of each: with several domains the first text of each, else in order."""

@@ -84,14 +84,14 @@ def write_figure(
 ) -> None:
     """Draw one view of a trace into a file. limit: tokens of the coloured text. Raises MoloraError."""
     if view == "tokens":
-        payload = tokens_svg(trace, limit=limit).encode("utf-8")
+        payload = tokens_svg(trace, limit=limit, template=stats.template_counted).encode("utf-8")
     else:
         payload = _histogram(trace, stats, path.suffix.lower().lstrip("."))
     with new_file(path) as work:
         work.write_bytes(payload)
 
 
-def tokens_svg(trace: Trace, *, limit: int = 400, width: int = 88) -> str:
+def tokens_svg(trace: Trace, *, limit: int = 400, width: int = 88, template: bool = False) -> str:
     """The terminal's coloured text as one SVG without outside parts; a trace always gives the same bytes."""
     console = Console(
         record=True,
@@ -104,7 +104,7 @@ def tokens_svg(trace: Trace, *, limit: int = 400, width: int = 88) -> str:
         highlight=False,
         _environ={},
     )
-    console.print(ColouredDocuments(trace, limit=limit))
+    console.print(ColouredDocuments(trace, limit=limit, template=template))
     return console.export_svg(code_format=_SVG, theme=_PAPER, title="", unique_id="molora")
 
 
@@ -152,7 +152,8 @@ def _histogram(trace: Trace, stats: Stats, kind: str) -> bytes:
             panel.spines[["top", "right"]].set_visible(False)
             title = f"layers {layer_range(trace, number)}" if len(parts) > 1 else ""
             if number == 0:
-                title = f"Where {len(trace):,} tokens go\n{title}".rstrip()
+                left_out = " of messages" if stats.template_tokens and not stats.template_counted else ""
+                title = f"Where {stats.tokens:,} tokens{left_out} go\n{title}".rstrip()
             panel.set_title(title, fontsize="medium", loc="left")
         names = [f"{_plain(part.name or 'all text')}\n{part.tokens:,} tokens" for part in parts[0]]
         panels[-1].set_xticks(range(len(names)), names)

@@ -15,6 +15,15 @@ _NAME_CELLS = 20
 _MOST = 14  # rows of one domain; more are summed in a last line
 
 
+def template_note(stats: Stats) -> str:
+    """What became of the tokens that a chat template added; empty where there are none."""
+    if not stats.template_tokens:
+        return ""
+    if stats.template_counted:
+        return f"the chat template's {stats.template_tokens:,} tokens are counted too"
+    return f"template tokens, {stats.template_tokens:,}, are left out; --template counts them"
+
+
 class Histogram:
     """One block of bars per domain, and one for all text where there are several; k > 1 adds mean gates."""
 
@@ -30,6 +39,9 @@ class Histogram:
             f"Share of tokens by first choice ({line} = uniform, 1 of {self.stats.experts}: "
             f"{100 * self.stats.uniform:.0f} %){'; in brackets the mean gate' if self.trace.k > 1 else ''}"
         )
+        note = template_note(self.stats)
+        if note:
+            yield Text(note, style="dim")
         for number, group in enumerate(self.stats.groups):
             if len(self.stats.groups) > 1:
                 yield Text(

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from molora_cli.core.training.data import Example, Message, Segment
 from molora_cli.errors import InputError
 from molora_cli.out import Ticker, no_ticks
@@ -102,6 +105,19 @@ def segment_labels(encoded: Encoded, segments: Iterable[Segment]) -> list[str | 
     return labels
 
 
+def message_index(
+    tokenizer: Any, rendered: str, messages: Sequence[Message], offsets: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """`Encoded.message` of a chat that was rendered and tokenised elsewhere, without a step per token.
+
+    rendered: the messages through the tokenizer's template. offsets: (N, 2) characters of each token in it.
+    Returns (N,), -1 for tokens of the template. Raises InputError where the template refuses a conversation
+    with other contents, by which the contents are found.
+    """
+    _, passed, inside = _place(offsets, _message_spans(tokenizer, rendered, messages, 0))
+    return np.where(inside, passed, TEMPLATE)
+
+
 def _special_ids(tokenizer: Any) -> frozenset[int]:
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
@@ -112,14 +128,18 @@ def _lay_out(tokenizer: Any, example: Example) -> tuple[str, list[_Span]]:
     if example.text is not None:
         return example.text, [_Span(0, len(example.text), 0)]
     rendered = _render(tokenizer, example.messages, example.line)
-    pieces = _skeleton(tokenizer, str(tokenizer.chat_template), tuple(m.role for m in example.messages))
-    contents = [m.content for m in example.messages]
+    return rendered, _message_spans(tokenizer, rendered, example.messages, example.line)
+
+
+def _message_spans(tokenizer: Any, rendered: str, messages: Sequence[Message], line: int) -> list[_Span]:
+    pieces = _skeleton(tokenizer, str(tokenizer.chat_template), tuple(m.role for m in messages))
+    contents = [m.content for m in messages]
     if pieces is not None:
         for prepared in (contents, [c.strip() for c in contents]):
             spans = _verbatim(rendered, pieces, prepared, contents)
             if spans is not None:
-                return rendered, spans
-    return rendered, _search(tokenizer, rendered, example)
+                return spans
+    return _search(tokenizer, rendered, messages, line)
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], line: int) -> str:
@@ -175,13 +195,17 @@ def _verbatim(
     return spans if rendered[at:] == pieces[-1] else None
 
 
-def _search(tokenizer: Any, rendered: str, example: Example) -> list[_Span]:
+def _search(tokenizer: Any, rendered: str, messages: Sequence[Message], line: int) -> list[_Span]:
     """For templates that change contents: what varies when one message alone is replaced is that message."""
-    spans = []
-    for index, message in enumerate(example.messages):
-        changed = list(example.messages)
+    spans: list[_Span] = []
+    for index, message in enumerate(messages):
+        changed = list(messages)
         changed[index] = Message(message.role, _placeholder(index))
-        other = _render(tokenizer, changed, example.line)
+        other = _render(tokenizer, changed, line)
+        if other == rendered:  # the template leaves this message out; spans must rise
+            at = spans[-1].end if spans else 0
+            spans.append(_Span(at, at, 0))
+            continue
         start = _common(rendered, other)
         tail = _common(rendered[start:][::-1], other[start:][::-1])
         end = len(rendered) - tail
@@ -214,26 +238,39 @@ def _assign(
     start, end = [-1] * n, [-1] * n
     plain = example.text is not None
     assistant = [True] if plain else [m.role == "assistant" for m in example.messages]
+    places = _place(np.array(offsets[:n], dtype=np.int64).reshape(n, 2), spans)
     current = 0
     closing = False  # between an assistant's content and its end-of-turn token
-    for i in range(n):
-        first, last = offsets[i]
-        if first == last:  # tokenizers that trim offsets leave a token of blanks empty at its end
-            first = max(0, first - 1)
-        while current < len(spans) and first >= spans[current].end:
-            closing = assistant[current] and not plain
-            current += 1
-        inside = current < len(spans) and last > spans[current].start
+    for i, (first, passed, inside) in enumerate(zip(*(a.tolist() for a in places), strict=True)):
+        if passed > current:
+            current = passed
+            closing = assistant[current - 1] and not plain
         if plain and ids[i] in special and offsets[i] == (0, 0):
             continue  # a beginning-of-text token the tokenizer adds
         if inside:
-            span = spans[current]
+            span = spans[passed]
             closing = False
-            message[i] = current
-            completion[i] = assistant[current]
+            message[i] = passed
+            completion[i] = assistant[passed]
             start[i] = max(first, span.start) - span.start + span.origin
-            end[i] = min(last, span.end) - span.start + span.origin
+            end[i] = min(offsets[i][1], span.end) - span.start + span.origin
         elif closing and ids[i] in special:  # the first special token after the content ends the turn
             completion[i] = True
             closing = False
     return Encoded(ids[:n], message, completion, start, end, len(ids))
+
+
+def _place(
+    offsets: NDArray[np.int64], spans: Sequence[_Span]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Where tokens lie among rising spans. offsets: (N, 2) characters.
+
+    Returns, (N,) each: the token's first character; how many spans end before it; whether it shares a
+    character with the span after those.
+    """
+    first, last = offsets[:, 0], offsets[:, 1]
+    # tokenizers that trim offsets leave a token of blanks empty at its end
+    first = np.where(first == last, np.maximum(first - 1, 0), first)
+    passed = np.searchsorted([s.end for s in spans], first, side="right")
+    starts = np.array([*(s.start for s in spans), np.iinfo(np.int64).max])
+    return first, passed, last > starts[passed]
