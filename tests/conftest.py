@@ -91,7 +91,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """make_adapter(base_folder, name, seed=0, **LoraConfig arguments) -> folder of a PEFT adapter, B not zero."""
+    """make_adapter(base_folder, name, seed=0, **LoraConfig arguments) -> a PEFT folder, B not zero."""
 
     def make(base: Path, name: str, seed: int = 0, **options: object) -> Path:
         import torch

@@ -1,0 +1,156 @@
+"""What chat prints, and the conversation it keeps: no model needed."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from molora_cli.core.conversation import Conversation
+from molora_cli.core.generate import TokenEvent, TokenRoute
+from molora_cli.errors import InputError
+from molora_cli.views.chat import AnswerPrinter
+from molora_cli.views.palette import Palette
+
+LETTERS = "👩‍💻 日本 ď"
+Run = Callable[..., tuple[int, str, str]]
+
+
+# -- the printer --------------------------------------------------------------
+def event(text: str, index: int = -1) -> TokenEvent:
+    return TokenEvent(0, text, TokenRoute(((index,),), ((1.0,),), (("x",),)), -1.0)
+
+
+def printed(pieces: list[TokenEvent], width: int, *, terminal: bool = True, colour: str | None = None) -> str:
+    console = Console(
+        file=io.StringIO(), force_terminal=terminal, width=width, color_system=colour, _environ={}
+    )
+    printer = AnswerPrinter(console, Palette(("math", "code"), console), marks=colour is not None)
+    for piece in pieces:
+        printer.token(piece)
+    printer.end()
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("width", [2, 10, 11, 40, 80])
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_no_letter_is_lost_or_passes_the_right_edge(width: int, size: int) -> None:
+    text = "日本語のテキストと short words, é and e\u0301, 👩‍💻 emoji, ᄒ" + "x" * 50 + " 終わり。"
+    text = text.replace("ᄒ", "")
+    shown = printed([event(text[i : i + size]) for i in range(0, len(text), size)], width)
+    assert re.sub(r"\s", "", shown) == re.sub(r"\s", "", text)
+    # a word longer than the line is left to the terminal to wrap; nothing else is wider than it
+    for line in shown.split("\n"):
+        assert cell_len(line) <= width or "x" * min(width, 24) in line or width == 2
+    assert "👩‍💻" in shown
+    assert "e\u0301" in shown
+
+
+def test_words_are_wrapped_whole_and_paragraphs_stay() -> None:
+    text = "one two three four\n\n- five six"
+    assert printed([event(c) for c in text], 10) == "one two \nthree four\n\n- five six\n"
+
+
+def test_fenced_code_is_left_to_the_terminal() -> None:
+    code = "```\n" + "a b " * 30 + "\n```\n"
+    shown = printed([event(code), event("word " * 5)], 12)
+    assert shown.startswith(code)
+    assert max(map(len, shown[len(code) :].split("\n"))) <= 12
+
+
+def test_a_word_without_end_is_shown_as_it_comes() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, color_system=None, _environ={})
+    printer = AnswerPrinter(console, Palette(("math",), console), marks=False)
+    for _ in range(100):
+        printer.token(event("x"))
+    assert len(console.file.getvalue()) > 70  # type: ignore[attr-defined]
+    printer.end()
+    # the terminal wraps it, so that it can be copied in one piece
+    assert console.file.getvalue() == "x" * 100 + "\n"  # type: ignore[attr-defined]
+
+
+def test_no_terminal_gets_the_text_alone() -> None:
+    text = "日本語 and a long line that is not wrapped " * 5
+    assert printed([event(text, 0)], 20, terminal=False, colour="truecolor") == text + "\n"
+
+
+def test_control_characters_never_reach_the_screen() -> None:
+    nasty = "a\x1b[31mb\x07\x00\r\u202ec\x9b2J"
+    for terminal in (True, False):
+        shown = printed([event(nasty)], 80, terminal=terminal)
+        assert shown == "a\\x1b[31mb\\x07\\x00\\x0d\\u202ec\\x9b2J\n"
+
+
+def test_colours_or_letters_tell_adapters_apart() -> None:
+    pieces = [event("one", 0), event(" two", 0), event(" ", 1), event("three", 1), event(" four", -1)]
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, no_color=True, _environ={})
+    printer = AnswerPrinter(console, Palette(("math", "code"), console))
+    for piece in pieces:
+        printer.token(piece)
+    printer.end()
+    assert console.file.getvalue() == "m·one two c·three -·four\n"  # type: ignore[attr-defined]
+    coloured = printed(pieces, 80, colour="truecolor")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == "one two three four\n"
+    assert "\x1b[" in coloured
+
+
+# -- the conversation ---------------------------------------------------------
+def words(messages: list[Any]) -> list[int]:
+    return [0] * sum(len(m["content"].split()) for m in messages)
+
+
+def test_the_oldest_turns_leave_first_and_the_system_text_stays() -> None:
+    talk = Conversation("be brief")
+    for number in range(4):
+        talk.add("user", f"question {number}")
+        talk.add("assistant", "answer")
+    talk.add("user", "last question")
+    ids, dropped = talk.fit(words, context=12, reserve=100)  # a quarter of the context is kept free
+    assert (len(ids), dropped) == (7, 3)
+    assert [turn["content"] for turn in talk.turns] == ["question 3", "answer", "last question"]
+    assert talk.messages()[0] == {"role": "system", "content": "be brief"}
+    assert talk.fit(words, context=3, reserve=1)[1] == 1
+    assert [turn["content"] for turn in talk.turns] == ["last question"]
+    assert talk.fit(words, context=None, reserve=1) == ([0] * 4, 0)
+
+
+def test_a_conversation_is_saved_and_taken_up(tmp_path: Path) -> None:
+    talk = Conversation("s", [])
+    talk.add("user", "a \ud83d lone surrogate, " + LETTERS)
+    file = tmp_path / "talk.json"
+    talk.save(file, {"settings": {}})
+    assert Conversation.load(file) == talk
+    assert "\ufffd" in talk.turns[0]["content"]
+    with pytest.raises(InputError, match="exists"):
+        talk.save(file, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("", "not JSON"),
+        ("[1]", "not a saved"),
+        ('{"format": "molora-chat", "format_version": 9}', "format 9"),
+        ('{"format": "molora-chat", "format_version": 1, "turns": 3}', "'turns' a list"),
+        ('{"format": "molora-chat", "format_version": 1, "turns": [{"role": "system"}]}', "turn 1"),
+        (
+            '{"format": "molora-chat", "format_version": 1, "turns": [{"role": "user", "content": 3}]}',
+            "turn 1",
+        ),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_damaged_conversation_is_refused(tmp_path: Path, body: str, reason: str) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text(body)
+    with pytest.raises(InputError, match=reason):
+        Conversation.load(file)
+    with pytest.raises(InputError, match="cannot read"):
+        Conversation.load(tmp_path / "none.json")
