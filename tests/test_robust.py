@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -23,22 +22,113 @@ from molora_cli.core.bundle.store import Bundle
 from molora_cli.errors import InputError
 
 Make = Callable[..., Path]
-# the measurement of effects and the comparison of logits take most of the time and write nothing
+# Imports take most of a command's time: one process imports, computes nothing, and forks for every command.
+SERVER = """
+import json, os, resource, signal, sys
+import peft, torch, transformers
+import molora_cli.app, molora_cli.core.bundle.edit, molora_cli.core.compose, molora_cli.core.convert.run
+import molora_cli.core.effect
+print('ready', flush=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    if 'wait' in job:
+        print(os.waitstatus_to_exitcode(os.waitpid(job['wait'], 0)[1]), flush=True)
+        continue
+    pid = os.fork()
+    if pid:
+        print(pid, flush=True)
+        continue
+    for number, name in ((1, 'out'), (2, 'err')):
+        os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = ['molora', *job['arguments']]
+    exec(job['code'])
+    if job['limit']:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job['limit'], job['limit']))
+    molora_cli.app.main()
+"""
+# the measurement of effects and the comparison of logits take time and write nothing
 QUICK = """
 import os, signal, sys, time
 import molora_cli.core.compose as compose
-import molora_cli.core.bundle.writing as writing
 from molora_cli.core.bundle.manifest import Effect
 effect = Effect(max_abs=1, rms=1, base_rms=1)
 compose.measure_effect = lambda work, ticker: ({a.name: effect for a in work.adapters}, {})
-if 'convert' in sys.argv:
-    import molora_cli.core.convert.verify as verify
-    verify.Probe.of = classmethod(lambda cls, work, ticker=None: None)
+import molora_cli.core.convert.verify as verify
+verify.Probe.of = classmethod(lambda cls, work, ticker=None: None)
 def hold():
     print('holding', flush=True)
     time.sleep(60)
 """
-GO = "\nfrom molora_cli.app import main\nmain()\n"
+
+
+class Job:
+    """A command in a process of its own."""
+
+    def __init__(self, server: Server, arguments: list[object], code: str = "", limit: int = 0) -> None:
+        self.server = server
+        self.out, self.err = (server.folder / f"{server.count}.{name}" for name in ("out", "err"))
+        server.count += 1
+        self.out.touch()
+        self.err.touch()
+        self.pid = server.ask(
+            {
+                "arguments": [*map(str, arguments)],
+                "code": QUICK + code,
+                "limit": limit,
+                "out": str(self.out),
+                "err": str(self.err),
+            }
+        )
+
+    def until(self, word: str) -> None:
+        """Wait until it prints `word`."""
+        deadline = time.monotonic() + 60
+        while word not in self.out.read_text():
+            assert time.monotonic() < deadline, self.err.read_text()
+            time.sleep(0.02)
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code (minus the signal that killed it) and what it wrote to stderr."""
+        code = self.server.ask({"wait": self.pid})
+        return code, self.err.read_text()
+
+
+class Server:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count = folder, 0
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._line() == "ready"
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ask(self, request: dict[str, object]) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return int(self._line())
+
+    def start(self, arguments: list[object], code: str = "", limit: int = 0) -> Job:
+        return Job(self, arguments, code, limit)
+
+    def run(self, arguments: list[object], code: str = "", limit: int = 0) -> tuple[int, str]:
+        return self.start(arguments, code, limit).end()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("server"))
+    yield made
+    assert made.process.stdin is not None
+    made.process.stdin.close()
+    made.process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +157,6 @@ def pair(made: Path, tmp_path: Path) -> Path:
 
 def cli(*arguments: object) -> Result:
     return CliRunner().invoke(app, [*map(str, arguments)])
-
-
-def start(arguments: list[object], code: str = "", **options: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", QUICK + code + GO, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,  # type: ignore[call-overload]
-    )
-
-
-def run(arguments: list[object], code: str = "", **options: object) -> tuple[int, str]:
-    process = start(arguments, code, **options)
-    _, stderr = process.communicate(timeout=120)
-    return process.returncode, stderr
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -123,12 +197,12 @@ def tmpfs(place: Path, options: str) -> Iterator[Path]:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_a_full_disk(
-    tiny_llama: Path, sources: dict[str, Path], made: Path, tmp_path: Path, job: str
+    server: Server, tiny_llama: Path, sources: dict[str, Path], made: Path, tmp_path: Path, job: str
 ) -> None:
     with tmpfs(tmp_path / "small", "size=700k") as disk:
         pair = Path(shutil.copytree(made, disk / "pair"))
         before = tree(disk)
-        code, stderr = run(jobs(tiny_llama, sources, pair, disk)[job])
+        code, stderr = server.run(jobs(tiny_llama, sources, pair, disk)[job])
         assert code == 1 and "Traceback" not in stderr, (code, stderr)
         assert "space" in stderr or "free" in stderr, stderr
         assert tree(disk) == before
@@ -137,14 +211,10 @@ def test_a_full_disk(
 
 @pytest.mark.parametrize("job", JOBS)
 def test_a_limit_on_file_sizes(
-    tiny_llama: Path, sources: dict[str, Path], pair: Path, tmp_path: Path, job: str
+    server: Server, tiny_llama: Path, sources: dict[str, Path], pair: Path, tmp_path: Path, job: str
 ) -> None:
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
     before = tree(tmp_path)
-    code, stderr = run(jobs(tiny_llama, sources, pair, tmp_path)[job], preexec_fn=limit)
+    code, stderr = server.run(jobs(tiny_llama, sources, pair, tmp_path)[job], limit=100_000)
     assert code == 1 and "Traceback" not in stderr, (code, stderr)
     assert tree(tmp_path) == before
 
@@ -152,13 +222,13 @@ def test_a_limit_on_file_sizes(
 # -- read-only ------------------------------------------------------------------------
 @pytest.mark.parametrize("job", JOBS)
 def test_a_read_only_disk(
-    tiny_llama: Path, sources: dict[str, Path], made: Path, tmp_path: Path, job: str
+    server: Server, tiny_llama: Path, sources: dict[str, Path], made: Path, tmp_path: Path, job: str
 ) -> None:
     with tmpfs(tmp_path / "disk", "size=4m") as disk:
         pair = Path(shutil.copytree(made, disk / "pair"))
         before = tree(disk)
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        code, stderr = run(jobs(tiny_llama, sources, pair, disk)[job])
+        code, stderr = server.run(jobs(tiny_llama, sources, pair, disk)[job])
         assert code == 2 and "Traceback" not in stderr, (code, stderr)
         assert "writ" in stderr or "changed" in stderr, stderr
         assert tree(disk) == before
@@ -177,49 +247,48 @@ HELD = {
 }
 
 
-def interrupted(arguments: list[object], job: str, number: signal.Signals, place: Path) -> tuple[int, str]:
-    process = start(arguments, HELD[job])
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    if first != "holding\n":
-        raise AssertionError(process.communicate(timeout=60)[1])
+def interrupted(
+    server: Server, arguments: list[object], job: str, number: signal.Signals, place: Path
+) -> tuple[int, str]:
+    running = server.start(arguments, HELD[job])
+    running.until("holding")
     assert any(".tmp-" in p.name for p in place.iterdir())
-    time.sleep(0.05)
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
-    return process.returncode, stderr
+    running.send(number)
+    return running.end()
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_ctrl_c_leaves_nothing(
-    tiny_llama: Path, sources: dict[str, Path], pair: Path, tmp_path: Path, job: str
+    server: Server, tiny_llama: Path, sources: dict[str, Path], pair: Path, tmp_path: Path, job: str
 ) -> None:
     before = tree(tmp_path)
     arguments = jobs(tiny_llama, sources, pair, tmp_path)[job]
-    code, stderr = interrupted(arguments, job, signal.SIGINT, tmp_path)
+    code, stderr = interrupted(server, arguments, job, signal.SIGINT, tmp_path)
     assert code == 130 and "Traceback" not in stderr, stderr
     assert tree(tmp_path) == before and [p.name for p in tmp_path.iterdir()] == ["pair"]
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_a_kill_leaves_nothing_that_opens_and_the_next_run_clears_it(
-    tiny_llama: Path, sources: dict[str, Path], pair: Path, tmp_path: Path, job: str
+    server: Server, tiny_llama: Path, sources: dict[str, Path], pair: Path, tmp_path: Path, job: str
 ) -> None:
     before = tree(pair)
     arguments = jobs(tiny_llama, sources, pair, tmp_path)[job]
-    code, _ = interrupted(arguments, job, signal.SIGKILL, tmp_path)
+    code, _ = interrupted(server, arguments, job, signal.SIGKILL, tmp_path)
     assert code == -signal.SIGKILL
     assert tree(pair) == before
     left = [p for p in tmp_path.iterdir() if p.name != "pair"]
     assert len(left) == 1 and left[0].name.startswith(".")  # hidden, and named for what it is
     if job in ("compose", "add"):
         assert isinstance(cli("inspect", left[0]).exception, InputError)
-    code, stderr = run(arguments)
+    code, stderr = server.run(arguments)
     assert code == 0, stderr
     assert not any(p.name.startswith(".") for p in tmp_path.iterdir())
 
 
-def test_a_kill_between_the_two_renames(sources: dict[str, Path], pair: Path, tmp_path: Path) -> None:
+def test_a_kill_between_the_two_renames(
+    server: Server, sources: dict[str, Path], pair: Path, tmp_path: Path
+) -> None:
     """The moment when the old bundle is aside and the new one not yet there."""
     before = tree(pair)
     between = (
@@ -230,7 +299,7 @@ def test_a_kill_between_the_two_renames(sources: dict[str, Path], pair: Path, tm
         "    return rename(self, target)\n"
         "Path.rename = once\n"
     )
-    code, _ = run(["add", pair, f"big={sources['big']}", "-q"], between)
+    code, _ = server.run(["add", pair, f"big={sources['big']}", "-q"], between)
     assert code == -signal.SIGKILL and not pair.exists()
     assert cli("remove", pair, "one", "-q").exit_code == 0  # the old one is back, and is changed
     assert Bundle.open(pair).adapters == ("two",)
@@ -240,7 +309,9 @@ def test_a_kill_between_the_two_renames(sources: dict[str, Path], pair: Path, tm
 
 
 # -- two writers -------------------------------------------------------------------------
-def test_two_writers_of_one_place(tiny_llama: Path, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_two_writers_of_one_place(
+    server: Server, tiny_llama: Path, sources: dict[str, Path], tmp_path: Path
+) -> None:
     arguments: list[object] = [
         "convert",
         sources["one"],
@@ -251,22 +322,21 @@ def test_two_writers_of_one_place(tiny_llama: Path, sources: dict[str, Path], tm
         tiny_llama,
         "-q",
     ]
+    go = server.folder / "go"
     gate = (
         "import molora_cli.core.convert.run as m\n"
         "check = m.compare_written\n"
         "def wait(*a, **k):\n"
         "    print('ready', flush=True)\n"
-        "    sys.stdin.readline()\n"
+        f"    while not os.path.exists({str(go)!r}): time.sleep(0.02)\n"
         "    return check(*a, **k)\n"
         "m.compare_written = wait\n"
     )
-    both = [start(arguments, gate, stdin=subprocess.PIPE) for _ in range(2)]
-    for process in both:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    ends = []
-    for process in both:  # both were sure that the place is free
-        _, stderr = process.communicate("go\n", timeout=60)
-        ends.append((process.returncode, stderr))
+    both = [server.start(arguments, gate) for _ in range(2)]
+    for running in both:  # both are sure that the place is free
+        running.until("ready")
+    go.touch()
+    ends = sorted(running.end() for running in both)
     assert [code for code, _ in ends] == [0, 2] and "meanwhile" in ends[1][1]
     assert [p.name for p in tmp_path.iterdir()] == ["new"]
     assert (
@@ -275,13 +345,13 @@ def test_two_writers_of_one_place(tiny_llama: Path, sources: dict[str, Path], tm
     )
 
 
-def test_two_changes_of_one_bundle(sources: dict[str, Path], pair: Path) -> None:
-    holding = start(["add", pair, f"big={sources['big']}", "-q"], HELD["add"])
-    assert holding.stdout is not None and holding.stdout.readline() == "holding\n"
+def test_two_changes_of_one_bundle(server: Server, sources: dict[str, Path], pair: Path) -> None:
+    holding = server.start(["add", pair, f"big={sources['big']}", "-q"], HELD["add"])
+    holding.until("holding")
     result = cli("remove", pair, "one")
     assert isinstance(result.exception, InputError) and "being changed" in result.exception.message
-    holding.send_signal(signal.SIGINT)
-    holding.communicate(timeout=60)
+    holding.send(signal.SIGINT)
+    assert holding.end()[0] == 130
     assert cli("remove", pair, "one").exit_code == 0
     assert Bundle.open(pair).adapters == ("two",)
 
@@ -343,10 +413,10 @@ def test_strange_files_of_a_bundle_stay_inside(pair: Path, tmp_path: Path) -> No
 
 
 def test_a_source_that_shrinks_is_no_traceback(
-    tiny_llama: Path, sources: dict[str, Path], tmp_path: Path
+    server: Server, tiny_llama: Path, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(sources["one"], tmp_path / "one"))
     tensors = load_file(folder / "adapter_model.safetensors")
     save_file(dict(list(tensors.items())[:3]), folder / "adapter_model.safetensors")
-    code, stderr = run(["convert", folder, tmp_path / "new", "--to", "mlx", "--base", tiny_llama])
+    code, stderr = server.run(["convert", folder, tmp_path / "new", "--to", "mlx", "--base", tiny_llama])
     assert code == 2 and "Traceback" not in stderr and not (tmp_path / "new").exists()

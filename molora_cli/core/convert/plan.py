@@ -242,7 +242,12 @@ def _name_of(request: Request, ref: Ref) -> str:
     stem = path.stem if path.suffix in (".gguf", ".npz") else path.name
     if path.name in (CONFIG, "adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors"):
         stem = path.absolute().parent.name
-    return check_adapter_name(stem) if request.to == "bundle" else shorten(stem, 60) or "adapter"
+    if request.to != "bundle":
+        return shorten(stem, 60) or "adapter"
+    try:
+        return check_adapter_name(stem)
+    except InputError as error:
+        raise InputError(error.message, "name it yourself: --adapter NAME") from error
 
 
 def _chosen(pairs: Pairs, request: Request, kind: str) -> Pairs:

@@ -28,7 +28,7 @@ from molora_cli.text import shorten
 # largest relative error of a module by what its factors were written as: some units of the last place
 TOLERANCE = {"F64": 1e-6, "F32": 1e-6, "F16": 2e-3, "BF16": 1.2e-2}
 LOGITS = 1e-4  # largest difference of float32 logits, relative to their RMS where that is above 1
-_LARGEST_BASE = 8e9  # bytes; larger bases are not loaded to compare logits
+_LARGEST_BASE = 3e9  # bytes of files; larger bases are not loaded in float32 to compare logits
 
 
 @dataclass(frozen=True)
