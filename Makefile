@@ -4,9 +4,11 @@ VENV ?= .venv
 BUNDLE ?= demo-bundle
 BIN := $(VENV)/bin
 DOMAINS := math code sql med
+FIRST := "A baker sells 14 loaves in the morning and twice as many in the afternoon. Each loaf costs \$$3. How much money does the baker earn that day?"
+SECOND := "Now write a python function to count the vowels in a string."
 DATA := $(foreach d,$(DOMAINS),--data $(d)=recipes/demo/data/$(d).jsonl)
 
-.PHONY: setup demo lint test test-slow docs clean
+.PHONY: setup demo lint test test-slow docs picture clean
 
 setup: $(VENV)/.ready
 
@@ -18,9 +20,9 @@ $(VENV)/.ready: pyproject.toml constraints-cpu.txt
 
 demo: setup
 	$(BIN)/molora compose --recipe recipes/demo.yaml -o $(BUNDLE) --default --force
-	$(BIN)/molora train-router $(BUNDLE) $(DATA) --force
+	$(BIN)/molora train-router $(BUNDLE) $(DATA) --steps 300 --force
 	$(BIN)/molora inspect $(BUNDLE) $(DATA) --no-tokens
-	$(BIN)/molora chat $(BUNDLE) --max-new-tokens 160 --prompt "$$(cat recipes/demo/prompt.txt)"
+	FORCE_COLOR=1 $(BIN)/molora chat $(BUNDLE) --max-new-tokens 120 --prompt $(FIRST) --prompt $(SECOND)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -37,6 +39,11 @@ test-slow: setup
 
 docs: setup
 	$(BIN)/python docs/generate.py
+
+# the README's picture, from the demo's bundle
+picture:
+	$(BIN)/molora inspect $(BUNDLE) --data conversation=docs/images/conversation.jsonl --view tokens \
+	    --figure docs/images/routing.svg --force --no-tokens
 
 clean:
 	rm -rf $(VENV) $(BUNDLE) build .pytest_cache .mypy_cache .ruff_cache

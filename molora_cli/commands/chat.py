@@ -40,8 +40,12 @@ def register(app: typer.Typer) -> None:
 def command(
     bundle: Annotated[File, typer.Argument(help="Folder of a bundle; without it the default one.")] = None,
     prompt: Annotated[
-        Text,
-        typer.Option("--prompt", "-p", help="Answer this and exit; a piped standard input does the same."),
+        Names,
+        typer.Option(
+            "--prompt",
+            "-p",
+            help="Answer this and exit; given again, the next turn. A piped standard input does the same.",
+        ),
     ] = None,
     system: Annotated[Text, typer.Option(help="System text.")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, above 0 draws.")] = 0.0,
@@ -78,7 +82,7 @@ def command(
     out.stderr.no_color = out.stderr.no_color or no_colour
     settings = Settings(max_new_tokens, temperature, top_p, top_k, seed, ignore_eos)
     settings.check()
-    question = _question(prompt, json)
+    questions = _questions(prompt, json)
     opened = Bundle.open(bundle or default_bundle(), base)
     _check_routing(opened, route, mute or [])
     out.note(f"loading {opened.path} ...")
@@ -104,26 +108,29 @@ def command(
     if mute:
         model.muted = frozenset(mute)
     palette = Palette(model.adapters, out.stdout)
-    if question is not None:
-        _answer_once(session, question, out, palette)
+    if questions:
+        for question in questions:
+            if len(questions) > 1:
+                out.note(f"\n> {question}")
+            _answer_once(session, question, out, palette)
     else:
         from molora_cli.views.repl import Repl
 
         Repl(session, out, palette).run()
 
 
-def _question(prompt: str | None, json: bool) -> str | None:
-    """The one question of `--prompt` or of a piped standard input; None means a conversation."""
-    if prompt is None and not sys.stdin.isatty():
+def _questions(prompts: list[str] | None, json: bool) -> list[str]:
+    """The turns of `--prompt`, or the one of a piped standard input; none means a conversation."""
+    if not prompts and not sys.stdin.isatty():
         try:
-            prompt = sys.stdin.buffer.read().decode("utf-8-sig")
+            prompts = [sys.stdin.buffer.read().decode("utf-8-sig")]
         except UnicodeDecodeError as error:
             raise InputError(f"standard input is not UTF-8 at byte {error.start}", "convert it") from None
-    if prompt is None and json:
-        raise InputError("--json needs one question", "give --prompt TEXT, or pipe it in")
-    if prompt is not None and not prompt.strip():
+    if not prompts and json:
+        raise InputError("--json needs a question", "give --prompt TEXT, or pipe it in")
+    if not all(prompt.strip() for prompt in prompts or []):
         raise InputError("the prompt is empty", "give a text with --prompt, or pipe one in")
-    return prompt
+    return prompts or []
 
 
 def _check_routing(bundle: Bundle, route: str, mute: list[str]) -> None:
