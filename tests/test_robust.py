@@ -55,6 +55,9 @@ from molora_cli.core.bundle.manifest import Effect
 effect = Effect(max_abs=1, rms=1, base_rms=1)
 compose.measure_effect = lambda work, ticker: ({a.name: effect for a in work.adapters}, {})
 import molora_cli.core.convert.verify as verify
+
+# real signals and full disks: minutes on two busy cores
+pytestmark = pytest.mark.slow
 verify.Probe.of = classmethod(lambda cls, work, ticker=None: None)
 def hold():
     print('holding', flush=True)

@@ -119,10 +119,19 @@ def rows_digest(rows: Sequence[Example]) -> str:
 
 
 def token_row(encoded: Encoded, example: Example, experts: Sequence[str]) -> TokenRow:
-    """Labels by the segment that holds the token; template tokens and words that join segments are masked."""
+    """Labels by the segment that holds the token.
+
+    Role markers and ends of turn take the label before them: an answer starts under its question's adapter.
+    The template before the first message and words that join segments are masked.
+    """
     index = {name: i for i, name in enumerate(experts)}
     found = segment_labels(encoded, example.segments)
-    labels = [NO_LABEL if name is None else index[name] for name in found]
+    labels: list[int] = []
+    last = NO_LABEL
+    for name, message in zip(found, encoded.message, strict=True):
+        label = NO_LABEL if name is None else index[name]
+        last = label if label != NO_LABEL else last
+        labels.append(last if message < 0 else label)
     return TokenRow(
         torch.tensor(encoded.ids, dtype=torch.int64),
         torch.tensor(labels, dtype=torch.int64),
