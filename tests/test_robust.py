@@ -21,6 +21,9 @@ from molora_cli.app import app
 from molora_cli.core.bundle.store import Bundle
 from molora_cli.errors import InputError
 
+# real signals and full disks: minutes on two busy cores
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., Path]
 # Imports take most of a command's time: one process imports, computes nothing, and forks for every command.
 SERVER = """
@@ -56,8 +59,6 @@ effect = Effect(max_abs=1, rms=1, base_rms=1)
 compose.measure_effect = lambda work, ticker: ({a.name: effect for a in work.adapters}, {})
 import molora_cli.core.convert.verify as verify
 
-# real signals and full disks: minutes on two busy cores
-pytestmark = pytest.mark.slow
 verify.Probe.of = classmethod(lambda cls, work, ticker=None: None)
 def hold():
     print('holding', flush=True)
