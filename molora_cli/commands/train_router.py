@@ -128,7 +128,7 @@ def _show(console: Console, report: Report) -> None:
     parts = [f"entropy {document['entropy']:.3f} nats"]
     if mixed is not None:
         parts.insert(0, f"rows that change domain: {mixed:.1%} right")
-    parts.append(f"{document['masked_tokens']} template tokens carry no label")
+    parts.append(f"{document['masked_tokens']} tokens (system text, joining words) carry no label")
     console.print("; ".join(parts))
     early = f" (stopped early, best at {document['best_step']})" if document["stopped_early"] else ""
     console.print(f"{document['steps']} steps{early} in {document['seconds']:.0f} s; router written")
