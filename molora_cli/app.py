@@ -26,7 +26,7 @@ from molora_cli.out import Out
 app = typer.Typer(
     name="molora",
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # plain help: rich's takes 0.3 s to start, the whole of what --help may take
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Several LoRA adapters of one base model in one bundle: every token takes the adapter it needs.",

@@ -11,14 +11,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from rich.console import Console
-from rich.text import Text
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 from molora_cli.errors import MoloraError
 from molora_cli.text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SCHEMA_VERSION = 1
 
@@ -45,8 +46,19 @@ def _width() -> int | None:
 class Out:
     json_mode: bool = False
     quiet: bool = False
-    stdout: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=False, width=_width()))
-    stderr: Console = field(default_factory=lambda: Console(stderr=True, highlight=False, width=_width()))
+
+    # rich is imported where something is printed: it takes as long as all else that --help does
+    @cached_property
+    def stdout(self) -> Console:
+        from rich.console import Console
+
+        return Console(highlight=False, soft_wrap=False, width=_width())
+
+    @cached_property
+    def stderr(self) -> Console:
+        from rich.console import Console
+
+        return Console(stderr=True, highlight=False, width=_width())
 
     # -- results ------------------------------------------------------------
     def result(self, document: dict[str, Any], human: Callable[[Console], None] | None = None) -> None:
@@ -66,15 +78,21 @@ class Out:
     # -- notes --------------------------------------------------------------
     def note(self, message: str) -> None:
         if not self.quiet:
+            from rich.text import Text
+
             # words are wrapped on a terminal only: a log keeps its lines whole
             text = Text(printable(message, keep="\n"))
             self.stderr.print(text, style="dim", soft_wrap=not self.stderr.is_terminal)
 
     def warn(self, message: str) -> None:
+        from rich.text import Text
+
         text = Text("warning: ", style="yellow").append(printable(message, keep="\n"), style="default")
         self.stderr.print(text, soft_wrap=not self.stderr.is_terminal)
 
     def error(self, error: MoloraError) -> None:
+        from rich.text import Text
+
         text = Text("error: ", style="bold red").append(printable(error.message, keep="\n"), style="default")
         if error.remedy:
             text.append("\nremedy: ", style="green").append(
@@ -93,7 +111,6 @@ class Out:
         ):
             yield no_ticks
             return
-        # a tenth of the time of --help, which shows no bar
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,

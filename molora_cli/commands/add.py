@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 # Typer resolves this annotation at run time, on Python 3.10 too, so it is spelt with Optional
 Word = Optional[str]  # noqa: UP045
 
-EPILOG = """Examples:
-
-molora add my-bundle legal=./adapters/legal
-
-molora add my-bundle legal=./adapters/legal --data legal=legal.jsonl
+EPILOG = """\b
+Examples:
+  molora add my-bundle legal=./adapters/legal
+  molora add my-bundle legal=./adapters/legal --data legal=legal.jsonl
 """
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("add", epilog=EPILOG)(command)
+    app.command("add", short_help="Add adapters to a bundle.", epilog=EPILOG)(command)
 
 
 def command(

@@ -19,17 +19,18 @@ Word = Optional[str]  # noqa: UP045
 Whole = Optional[int]  # noqa: UP045
 Number = Optional[float]  # noqa: UP045
 
-EPILOG = """Examples:
-
-molora attach-router my-bundle --kind centroid --data math=math.jsonl --data code=code.jsonl
-
-molora attach-router my-bundle --kind vocab --rule "code=regex:[{};]" --before
+EPILOG = """\b
+Examples:
+  molora attach-router my-bundle --kind centroid --data math=math.jsonl --data code=code.jsonl
+  molora attach-router my-bundle --kind vocab --rule "code=regex:[{};]" --before
 """
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("attach-router", epilog=EPILOG)(command)
+    app.command("attach-router", short_help="Give a bundle a router without training.", epilog=EPILOG)(
+        command
+    )
 
 
 def command(

@@ -24,17 +24,16 @@ Names = Optional[list[str]]  # noqa: UP045
 File = Optional[Path]  # noqa: UP045
 Whole = Optional[int]  # noqa: UP045
 
-EPILOG = """Examples:
-
-molora chat my-bundle --prompt "Count users by country in SQL, then explain the query."
-
-echo "What is 17 * 24?" | molora chat my-bundle --route off --json
+EPILOG = """\b
+Examples:
+  molora chat my-bundle --prompt "Count users by country in SQL, then explain the query."
+  echo "What is 17 * 24?" | molora chat my-bundle --route off --json
 """
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("chat", epilog=EPILOG)(command)
+    app.command("chat", short_help="Talk to a bundle, tokens coloured by adapter.", epilog=EPILOG)(command)
 
 
 def command(

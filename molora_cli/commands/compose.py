@@ -23,11 +23,10 @@ Texts = Optional[list[str]]  # noqa: UP045
 Place = Optional[Path]  # noqa: UP045
 Switch = Optional[bool]  # noqa: UP045
 
-EPILOG = """Examples:
-
-molora compose -o my-bundle --base smollm2 math=./adapters/math code=./adapters/code
-
-molora compose --recipe recipes/demo.yaml -o my-bundle --dry-run
+EPILOG = """\b
+Examples:
+  molora compose -o my-bundle --base smollm2 math=./adapters/math code=./adapters/code
+  molora compose --recipe recipes/demo.yaml -o my-bundle --dry-run
 """
 DEFAULTS: dict[str, Any] = {
     "output": None,
@@ -42,7 +41,9 @@ DEFAULTS: dict[str, Any] = {
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("compose", epilog=EPILOG)(command)
+    app.command("compose", short_help="Put several LoRA adapters of one base into a bundle.", epilog=EPILOG)(
+        command
+    )
 
 
 def command(

@@ -20,17 +20,18 @@ Word = Optional[str]  # noqa: UP045
 Whole = Optional[int]  # noqa: UP045
 Number = Optional[float]  # noqa: UP045
 
-EPILOG = """Examples:
-
-molora convert ./adapters/math math.gguf --to gguf --base smollm2
-
-molora convert my-bundle merged --to merged-peft --method svd --rank 16
+EPILOG = """\b
+Examples:
+  molora convert ./adapters/math math.gguf --to gguf --base smollm2
+  molora convert my-bundle merged --to merged-peft --method svd --rank 16
 """
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("convert", epilog=EPILOG)(command)
+    app.command("convert", short_help="Write an adapter or a bundle in another format.", epilog=EPILOG)(
+        command
+    )
 
 
 def command(

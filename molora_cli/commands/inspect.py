@@ -12,18 +12,20 @@ from molora_cli import options
 from molora_cli.errors import InputError
 from molora_cli.out import Out
 
-_EPILOG = (
-    "Examples:\n\n"
-    "  molora inspect my-bundle\n\n"
-    '  molora inspect my-bundle --prompt "Integrate x^2, then write the SQL for it"\n\n'
-    "  molora inspect my-bundle --data math=math.jsonl --data code=code.jsonl --figure shares.png\n\n"
-    "  molora inspect ./my-lora"
-)
+EPILOG = """\b
+Examples:
+  molora inspect my-bundle
+  molora inspect my-bundle --prompt "Integrate x^2, then write the SQL for it"
+  molora inspect my-bundle --data math=math.jsonl --data code=code.jsonl --figure shares.png
+  molora inspect ./my-lora
+"""
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("inspect", epilog=_EPILOG)(command)
+    app.command(
+        "inspect", short_help="Show what a file holds, or where the tokens of a text go.", epilog=EPILOG
+    )(command)
 
 
 def command(

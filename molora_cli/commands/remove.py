@@ -14,17 +14,16 @@ from molora_cli.text import shorten
 if TYPE_CHECKING:
     from rich.console import Console
 
-EPILOG = """Examples:
-
-molora remove my-bundle legal
-
-molora remove my-bundle legal --force --dry-run
+EPILOG = """\b
+Examples:
+  molora remove my-bundle legal
+  molora remove my-bundle legal --force --dry-run
 """
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("remove", epilog=EPILOG)(command)
+    app.command("remove", short_help="Take an adapter out of a bundle.", epilog=EPILOG)(command)
 
 
 def command(

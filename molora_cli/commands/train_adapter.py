@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from molora_cli import options
 from molora_cli.errors import InputError
@@ -15,11 +13,13 @@ from molora_cli.out import Out
 from molora_cli.recipes import load_recipe, merge
 from molora_cli.refs import parse_named
 
-EPILOG = """Examples:
+if TYPE_CHECKING:
+    from rich.console import Console
 
-molora train-adapter math=math.jsonl -o adapters --base smollm2
-
-molora train-adapter sql=sql.jsonl med=med.jsonl -o adapters --recipe recipes/smollm2-adapters.yaml
+EPILOG = """\b
+Examples:
+  molora train-adapter math=math.jsonl -o adapters --base smollm2
+  molora train-adapter sql=sql.jsonl med=med.jsonl -o adapters --recipe recipes/smollm2-adapters.yaml
 """
 
 
@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("train-adapter", epilog=EPILOG)(command)
+    app.command("train-adapter", short_help="Train LoRA adapters with PEFT.", epilog=EPILOG)(command)
 
 
 def command(
@@ -151,6 +151,8 @@ def command(
 
 
 def _table(console: Console, results: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
     table = Table("adapter", "steps", "tokens", "seconds", "NLL base", "NLL after", "held-out rows")
     for r in results:
         nll = ["-" if r[k] is None else f"{r[k]:.3f}" for k in ("nll_base", "nll")]

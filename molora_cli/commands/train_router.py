@@ -24,17 +24,18 @@ Whole = Optional[int]  # noqa: UP045
 Number = Optional[float]  # noqa: UP045
 File = Optional[Path]  # noqa: UP045
 
-EPILOG = """Examples:
-
-molora train-router my-bundle --data math=math.jsonl --data code=code.jsonl
-
-molora train-router my-bundle --data labelled.jsonl --steps 300 --metrics metrics.jsonl --force
+EPILOG = """\b
+Examples:
+  molora train-router my-bundle --data math=math.jsonl --data code=code.jsonl
+  molora train-router my-bundle --data labelled.jsonl --steps 300 --metrics metrics.jsonl --force
 """
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("train-router", epilog=EPILOG)(command)
+    app.command("train-router", short_help="Train a bundle's router on rows of each domain.", epilog=EPILOG)(
+        command
+    )
 
 
 def command(
