@@ -4,7 +4,7 @@ VENV ?= .venv
 BUNDLE ?= demo-bundle
 BIN := $(VENV)/bin
 DOMAINS := math code sql med
-FIRST := "A baker sells 14 loaves in the morning and twice as many in the afternoon. Each loaf costs \$$3. How much money does the baker earn that day?"
+FIRST := "A baker sells 10 loaves in the morning and 15 in the afternoon. Each loaf costs \$$3. How much money does the baker earn that day?"
 SECOND := "Now write a python function to count the vowels in a string."
 DATA := $(foreach d,$(DOMAINS),--data $(d)=recipes/demo/data/$(d).jsonl)
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # pydantic is not listed: Typer itself loads it to describe a command's parameters
-HEAVY = ("torch", "transformers", "peft", "triton", "numpy", "matplotlib")
+HEAVY = ("torch", "rich", "transformers", "peft", "triton", "numpy", "matplotlib")
 
 
 def run_python(code: str, *, cwd: Path = ROOT) -> str:

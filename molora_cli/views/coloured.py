@@ -88,9 +88,9 @@ class ColouredDocuments:
         shares = _shares(counted, groups[0])
         base = BASE_EXPERT in trace.experts or not trace.experts or shares[BASE] > 0
         yield palette.legend(shares, width=options.max_width, base=base)
+        yield Text()  # the legend leaves its line open
         if counted is not trace and console.color_system is not None:
             yield Text("dim: the chat template", style="dim")
-        yield Text()
 
     def _chosen(self) -> list[tuple[int, slice]]:
         """Documents and what is shown of each: with several domains the first text of each, else in order."""
