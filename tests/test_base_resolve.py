@@ -51,13 +51,13 @@ def gguf_file(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     writer.add_vocab_size(config.vocab_size)
     raw = json.loads((tiny_llama / "tokenizer.json").read_text())
     tokens = sorted(raw["model"]["vocab"], key=raw["model"]["vocab"].get)
-    tokens[6] = "ab"  # what the merge makes; a spare id of the tiny tokenizer
+    tokens[6:8] = "ab", "cd"  # what the merges make; spare ids of the tiny tokenizer
     special = {token["content"] for token in raw["added_tokens"]}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])  # older transformers misread a list of one
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)

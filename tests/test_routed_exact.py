@@ -248,6 +248,8 @@ def test_layer_groups_take_their_own_layers() -> None:
 @torch.no_grad()
 def test_logits_to_keep(targets: list[str]) -> None:
     base, ids = tiny("llama"), ids_of()
+    two = torch.tensor([[0, 1], [4, 3]])
+    row_by_row = base(ids, logits_to_keep=two).logits.dim() == 3  # older transformers take one choice for all
     model = RoutedModel.from_parts(base, {"a": factors_of(peft_of(base, 9, targets))})
     route = Route(torch.tensor([0, -1] * 9).view(2, 9, 1), torch.ones(2, 9, 1))
     full = model(ids, route=route).logits
@@ -255,7 +257,8 @@ def test_logits_to_keep(targets: list[str]) -> None:
     near(model(ids, route=route, logits_to_keep=99).logits, full, 1e-6)
     shuffled = torch.tensor([8, 2, 3, 0, 1, 4, 5, 7, 6])
     near(model(ids, route=route, logits_to_keep=shuffled).logits, full[:, shuffled], 1e-6)
-    two = torch.tensor([[0, 1], [4, 3]])
+    if not row_by_row:
+        return
     near(
         model(ids, route=route, logits_to_keep=two).logits, torch.stack([full[0, :2], full[1, [4, 3]]]), 1e-6
     )

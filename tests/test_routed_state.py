@@ -206,7 +206,11 @@ def test_cache_operations_take_the_router_along() -> None:
     same(model(torch.cat([ids, nexts], 1), past_key_values=cache).logits, reference.logits)
     cache = fresh()
     cache.reset()
-    check(cache, ids[:, :0], nexts)
+    if cache.get_seq_length() == 0:  # older transformers zero the keys and keep their positions: refused
+        check(cache, ids[:, :0], nexts)
+    else:
+        with pytest.raises(InputError, match="without matching router state"):
+            model(nexts, past_key_values=cache)
     # a copy is a copy
     cache = fresh()
     twin = copy.deepcopy(cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -111,13 +112,18 @@ def _silent() -> Iterator[None]:
 
 
 def _load(file: Path, ticker: Ticker) -> tuple[Any, Any]:
+    import gguf
     import torch
     import transformers
 
+    # on Python 3.10 older transformers ask the module for its version, which it does not name
+    if not hasattr(gguf, "__version__"):
+        setattr(gguf, "__version__", importlib.metadata.version("gguf"))  # noqa: B010
     place, name = str(file.parent.resolve()), file.name
     try:
         with _read_once():
             tokenizer = transformers.AutoTokenizer.from_pretrained(place, gguf_file=name)
+            _special_tokens(file, tokenizer)
             ticker(1, 3, "weights")
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 place, gguf_file=name, dtype=torch.float32
@@ -128,6 +134,18 @@ def _load(file: Path, ticker: Ticker) -> tuple[Any, Any]:
             "use a safetensors folder of this base, or a .gguf of a model that transformers supports",
         ) from error
     return model, tokenizer
+
+
+def _special_tokens(file: Path, tokenizer: Any) -> None:
+    """Set the special tokens that the file's header names: older transformers take bos for eos."""
+    import gguf
+
+    fields = gguf.GGUFReader(str(file)).fields
+    for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        field = fields.get(f"tokenizer.ggml.{key}_token_id")
+        token = None if field is None else tokenizer.convert_ids_to_tokens(int(field.contents()))
+        if token is not None:
+            setattr(tokenizer, f"{kind}_token", token)
 
 
 def _name_config(file: Path, base_id: str) -> None:
