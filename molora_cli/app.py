@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated, NoReturn
@@ -72,6 +73,9 @@ def main() -> NoReturn:
     debug = os.environ.get("MOLORA_DEBUG") == "1"
     # idle OpenMP threads that spin on cores that others need cost several times the work itself
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    for handle in (sys.stdout, sys.stderr):  # texts may hold letters that the terminal's encoding lacks
+        if isinstance(handle, io.TextIOWrapper):
+            handle.reconfigure(errors="replace")
     try:
         app()
     except MoloraError as error:

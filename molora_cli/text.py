@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 
 # Cc: controls, Cs: lone surrogates, Zl/Zp: line and paragraph separators. Cf (format) is shown escaped only
@@ -38,3 +39,11 @@ def shorten(text: str, width: int = 80) -> str:
     """`printable` text cut to `width` characters with an ellipsis, for messages."""
     shown = printable(text)
     return shown if len(shown) <= width else shown[: max(1, width - 1)] + "…"
+
+
+def argument_text(text: str) -> str:
+    """An argument of the command line as text: bytes that Python could not decode are read as UTF-8, and what
+    is no UTF-8 becomes U+FFFD, for no tokenizer takes lone surrogates."""
+    if not any("\udc80" <= char <= "\udcff" for char in text):
+        return text
+    return os.fsencode(text).decode("utf-8", "replace")

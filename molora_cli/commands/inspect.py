@@ -11,6 +11,7 @@ import typer
 from molora_cli import options
 from molora_cli.errors import InputError
 from molora_cli.out import Out
+from molora_cli.text import argument_text
 
 EPILOG = """\b
 Examples:
@@ -111,7 +112,7 @@ def command(
 
 def _texts(prompts: list[str], stdin: bool) -> list[str]:
     """The loose texts; standard input is read once, as UTF-8."""
-    texts = [p for p in prompts if p != "-"]
+    texts = [argument_text(p) for p in prompts if p != "-"]
     if stdin or "-" in prompts:
         texts.append(sys.stdin.buffer.read().decode("utf-8", "replace"))
     for text in texts:
