@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,10 +135,11 @@ def check_target(target: Path, *, force: bool, own_file: str) -> None:
 def new_folder(target: Path, *, force: bool, own_file: str) -> Iterator[Path]:
     """A folder to fill; it becomes `target` when the block ends well, and is removed when it does not.
 
-    With `force` an older `target` is moved aside first and deleted last, so that there is always one whole
-    folder. Two writers: the slower one is told. Raises InputError (place taken) or MoloraError (disk full).
+    With `force` an older `target` changes places with the new one and is deleted last, so that there is
+    always one whole folder. A link to a folder is followed. Two writers: the slower one is told. Raises
+    InputError (place taken) or MoloraError (disk full).
     """
-    target = target.absolute()
+    target = target.resolve() if target.is_dir() else target.absolute()
     with _plain_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         tidy(target)
@@ -162,9 +164,27 @@ def _umask() -> int:
     return mask
 
 
+def _exchange(one: Path, other: Path) -> bool:
+    """Two folders change places in one step (renameat2 of Linux, RENAME_EXCHANGE); False where this system
+    or its disk cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    import ctypes
+
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of linux/fcntl.h and linux/fs.h
+    return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0)
+
+
 def _swap(work: Path, target: Path, force: bool) -> None:
+    """Put `work` in the place of `target`. What was there is at `work` then, or gone."""
+    if force and target.exists() and _exchange(work, target):
+        return
     aside: Path | None = None
-    if force and target.exists():
+    if force and target.exists():  # killed between the two renames, `tidy` puts the old folder back
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-{os.getpid()}-", dir=target.parent))
         with contextlib.suppress(FileNotFoundError):  # another writer was faster
             target.rename(aside)
