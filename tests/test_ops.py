@@ -181,8 +181,10 @@ def test_comparison_refuses_nan_and_wrong_numbers() -> None:
 
 
 def test_backends() -> None:
-    assert resolve("auto") == resolve("torch") == "torch"
+    assert resolve("torch") == resolve("auto", device="cuda") == "torch"
     with pytest.raises(ValueError, match="not available in this version"):
         resolve("triton")
     with pytest.raises(ValueError, match="no backend 'gpu'"):
         resolve("gpu")
+    with pytest.raises(ValueError, match="does not run on cuda"):
+        resolve("cpu", device="cuda")

@@ -2,7 +2,23 @@
 text."""
 
 from molora_kernels.backend import resolve
-from molora_kernels.bank import Bank, Columns, Layout, Plan, make_plan
+from molora_kernels.bank import Bank, Columns, Layout, Plan, make_extent, make_plan
 from molora_kernels.dispatch import routed_embedding, routed_linear
+from molora_kernels.hot import HotBank
+from molora_kernels.ops import mixed_delta, mixed_linear, plain_linear
 
-__all__ = ["Bank", "Columns", "Layout", "Plan", "make_plan", "resolve", "routed_embedding", "routed_linear"]
+__all__ = [
+    "Bank",
+    "Columns",
+    "HotBank",
+    "Layout",
+    "Plan",
+    "make_extent",
+    "make_plan",
+    "mixed_delta",
+    "mixed_linear",
+    "plain_linear",
+    "resolve",
+    "routed_embedding",
+    "routed_linear",
+]

@@ -10,6 +10,7 @@ A slot is 1 + the adapter's place in the bundle, so that routes (-1 = base) map 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,12 @@ def make_plan(
     return Plan(slots, weights, gates, chosen, columns, shape)
 
 
+def make_extent(ranks: Sequence[int], device: torch.device | None = None) -> Tensor:
+    """(S, 2) int64: first column and number of columns of slots whose columns follow one another."""
+    firsts = [0, *itertools.accumulate(ranks)][:-1]
+    return torch.tensor(list(zip(firsts, ranks, strict=True)), dtype=torch.int64, device=device)
+
+
 @dataclass(frozen=True)
 class Bank:
     """The factors of one module's adapters.
@@ -93,6 +100,8 @@ class Bank:
     (DoRA's magnitude / row norm; one where a slot has none). out_bias: (S, out) or None, added per slot,
     scale folded in (lora_bias). base_bias: (out,) or None, the module's own bias, needed beside `out_scale`.
     finite: no NaN or Inf in any factor; otherwise the slots are computed apart, so that none leaks.
+    extent: (S, 2) int64, first column and number of columns of each slot, and scale: (S,) float32, for
+    kernels that gather by slot instead of masking; None where only the torch twin runs.
     """
 
     A: Tensor
@@ -103,3 +112,5 @@ class Bank:
     out_bias: Tensor | None = None
     base_bias: Tensor | None = None
     finite: bool = True
+    extent: Tensor | None = None
+    scale: Tensor | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molora_kernels.bank import Bank, Layout, Plan, make_plan
+from molora_kernels.bank import Bank, Layout, Plan, make_extent, make_plan
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,13 @@ def make_bank(
                 out_bias[slot] = f.bias * f.scale
     every = [A, B] + [t for t in (out_scale, out_bias) if t is not None]
     finite = all(bool(t.isfinite().all()) for t in every)
-    return Bank(A, B, owner, 0, out_scale, out_bias, base_bias, finite), Layout(owner, scale.float())
+    ranks = [0] + [0 if f is None else f.A.shape[0] for f in factors]
+    extent = make_extent(ranks, A.device)
+    slot_scale = torch.tensor([0.0] + [0.0 if f is None else f.scale for f in factors], device=A.device)
+    # kernels take the transpose of B row by row
+    stored = B.t().contiguous().t()
+    bank = Bank(A, stored, owner, 0, out_scale, out_bias, base_bias, finite, extent, slot_scale)
+    return bank, Layout(owner, scale.float())
 
 
 def case_plan(case: Case, layout: Layout) -> Plan:

@@ -12,6 +12,7 @@ import typer
 from molora_cli import options
 from molora_cli.errors import InputError
 from molora_cli.out import SCHEMA_VERSION, Out
+from molora_cli.text import argument_text
 
 if TYPE_CHECKING:
     from molora_cli.core.bundle.store import Bundle
@@ -59,7 +60,7 @@ def command(
     trust_remote_code: options.TrustRemoteCode = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    backend: Annotated[str, typer.Option(help="Dispatch of the adapters: auto or torch.")] = "auto",
+    backend: Annotated[str, typer.Option(help="What runs the linears: auto, torch or cpu.")] = "auto",
     chat_template: Annotated[File, typer.Option(help="Jinja file used as the chat template.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Continue text; no chat template.")] = False,
     json: Annotated[bool, typer.Option("--json", help="JSON Lines: every token, then a summary.")] = False,
@@ -73,9 +74,6 @@ def command(
     from molora_cli.core.chat_session import ChatSession, Settings
     from molora_cli.views.palette import Palette
 
-    for handle in (sys.stdout, sys.stderr):  # an answer may hold letters that the terminal's encoding lacks
-        if hasattr(handle, "reconfigure"):
-            handle.reconfigure(errors="replace")
     out = Out(json_mode=json, quiet=quiet)
     out.stdout.no_color = out.stdout.no_color or no_colour
     out.stderr.no_color = out.stderr.no_color or no_colour
@@ -96,6 +94,7 @@ def command(
         dtype=dtype,
         backend=backend,
         trust_remote_code=trust_remote_code,
+        notify=out.note,
     )
     for warning in (model.bundle or opened).warnings:
         out.warn(warning)
@@ -103,7 +102,7 @@ def command(
         use_template_file(need_tokenizer(model.tokenizer), chat_template)
     session = ChatSession(model, plain=plain, notify=out.warn)
     session.settings, session.route = settings, route
-    session.conversation.system = system
+    session.conversation.system = None if system is None else argument_text(system)
     if mute:
         model.muted = frozenset(mute)
     palette = Palette(model.adapters, out.stdout)
@@ -129,7 +128,7 @@ def _questions(prompts: list[str] | None, json: bool) -> list[str]:
         raise InputError("--json needs a question", "give --prompt TEXT, or pipe it in")
     if not all(prompt.strip() for prompt in prompts or []):
         raise InputError("the prompt is empty", "give a text with --prompt, or pipe one in")
-    return prompts or []
+    return [argument_text(prompt) for prompt in prompts or []]
 
 
 def _check_routing(bundle: Bundle, route: str, mute: list[str]) -> None:

@@ -10,7 +10,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from molora_cli.core.routed.context import Context
-from molora_cli.core.routed.modules import RoutedEmbedding, RoutedLinear, RoutedModule, features
+from molora_cli.core.routed.modules import (
+    PlainLinear,
+    Replacement,
+    RoutedEmbedding,
+    RoutedLinear,
+    RoutedModule,
+    features,
+    is_plain,
+)
 from molora_cli.errors import InputError
 from molora_cli.text import printable
 
@@ -18,24 +26,28 @@ if TYPE_CHECKING:
     from molora_cli.core.adapter.factors import Factors
 
 
-def attach(base: PreTrainedModel, adapters: Mapping[str, Mapping[str, Factors]]) -> Context:
+def attach(
+    base: PreTrainedModel, adapters: Mapping[str, Mapping[str, Factors]], backend: str = "torch"
+) -> Context:
     """Replace every module that an adapter touches. adapters: name -> module path -> factors.
+
+    backend: what runs the operators; another than "torch" also takes the linears that no adapter touches.
 
     The base's own modules and parameters are kept inside and stay as they are. Raises InputError, before
     anything is replaced, for a path that the base lacks, a module that cannot be routed, or factors of other
     sizes.
     """
-    if any(isinstance(module, RoutedModule) for module in base.modules()):
+    if any(isinstance(module, Replacement) for module in base.modules()):
         raise InputError(
             "this base has routed modules already", "detach() it first, or load the base once more"
         )
-    context = Context(count_layers(base), len(adapters))
+    context = Context(count_layers(base), len(adapters), backend)
     present: dict[str, list[tuple[int, Factors]]] = {}
     for slot, (name, modules) in enumerate(adapters.items(), start=1):
         for path, factors in modules.items():
             _check(base, name, path, factors)
             present.setdefault(path, []).append((slot, factors))
-    made: dict[str, RoutedModule] = {}
+    made: dict[str, Replacement] = {}
     for path, entries in present.items():
         inner = base.get_submodule(path)
         is_embedding = isinstance(inner, nn.Embedding)
@@ -47,6 +59,10 @@ def attach(base: PreTrainedModel, adapters: Mapping[str, Mapping[str, Factors]])
         made[path] = kind(
             inner, entries, context, path=path, layer=layer, is_head=is_head, dtype=dtype, device=device
         )
+    if backend != "torch":
+        for path, inner in base.named_modules():
+            if path and path not in made and is_plain(inner):
+                made[path] = PlainLinear(inner, backend)  # type: ignore[arg-type]
     for path, module in made.items():
         _put(base, path, module)
     return context
@@ -55,7 +71,7 @@ def attach(base: PreTrainedModel, adapters: Mapping[str, Mapping[str, Factors]])
 def detach(base: nn.Module) -> None:
     """Put the base's own modules back where they were: the object graph before `attach`."""
     for path, module in list(base.named_modules()):
-        if isinstance(module, RoutedModule):
+        if isinstance(module, Replacement):
             _put(base, path, module.base)
 
 

@@ -18,13 +18,14 @@ from molora_cli.errors import InputError, MoloraError
 class Context:
     """The plans of the running forward; every routed module looks up its own layer's.
 
-    plans: one per layer of the base, None = base only. head: the plan of what the output head sees.
-    Between forwards the plans are kept (activation checkpointing runs layers again in the backward pass) but
-    only a backward pass may use them.
+    backend: what runs the operators. plans: one per layer of the base, None = base only. head: the plan of
+    what the output head sees. Between forwards the plans are kept (activation checkpointing runs layers
+    again in the backward pass) but only a backward pass may use them.
     """
 
     n_layers: int
     n_adapters: int
+    backend: str = "torch"
     plans: list[Plan | None] = field(default_factory=list)
     head: Plan | None = None
     layouts: list[Layout] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,17 +39,19 @@ class RoutedModel(nn.Module):
         router: RouterStack | None = None,
         tokenizer: Any = None,
         bundle: Bundle | None = None,
-        backend: str = AUTO,
+        backend: str = "torch",
     ) -> None:
-        """factors: adapter name -> module path -> factors. Raises InputError where they do not fit the base,
-        or the backend is not available."""
+        """factors: adapter name -> module path -> factors. backend: "torch" runs what trains and equals
+        transformers bit for bit where no adapter is taken; "auto" the fastest. Raises InputError where
+        factors do not fit the base, or the backend is not available.
+        """
         super().__init__()
-        self.backend = resolve_backend(backend)
+        self.backend = resolve_backend(backend, base.device.type)
         self.adapters = tuple(factors)
         self.tokenizer = tokenizer
         self.bundle = bundle
         base.requires_grad_(False)
-        context = attach(base, factors)
+        context = attach(base, factors, self.backend)
         self.base = base
         self.engine = Engine(base, context, self.adapters, router)
 
@@ -62,7 +64,7 @@ class RoutedModel(nn.Module):
         router: RouterStack | None = None,
         tokenizer: Any = None,
         bundle: Bundle | None = None,
-        backend: str = AUTO,
+        backend: str = "torch",
     ) -> RoutedModel:
         """A routed model from a loaded base and factors by adapter name and module path; no bundle needed."""
         return cls(base_model, factors, router=router, tokenizer=tokenizer, bundle=bundle, backend=backend)
@@ -183,10 +185,10 @@ class RoutedModel(nn.Module):
         return self.base.dtype
 
 
-def resolve_backend(name: str) -> str:
-    """The backend by name. Raises InputError for one that is unknown or not available."""
+def resolve_backend(name: str, device: str = "cpu", notify: Callable[[str], None] | None = None) -> str:
+    """The backend by name on a kind of device. Raises InputError for one that is unknown or not available."""
     try:
-        return molora_kernels.resolve(name)
+        return molora_kernels.resolve(name, device=device.partition(":")[0], notify=notify)
     except ValueError as error:
         raise InputError(
             f"--backend {printable(name)}: {error}", "use --backend torch, or leave it out"
@@ -201,21 +203,23 @@ def load(
     dtype: str = "auto",
     backend: str = "auto",
     trust_remote_code: bool = False,
+    notify: Callable[[str], None] | None = None,
 ) -> RoutedModel:
     """The routed model of a bundle.
 
     base: where the base is, instead of what the bundle says. device: "cpu", "cuda", ...; "auto" = a GPU where
     there is one. dtype: "float32", "bfloat16", ...; "auto" = float32 on the CPU, else as the base is stored.
-    Raises InputError for a bundle that cannot be read or was changed after it was made, a base that does not
-    match, or a backend that is not available.
+    backend: "torch", "cpu"; "auto" = the fastest that runs here. notify: told of a backend that has to be
+    compiled first or is missing; None = a Python warning. Raises InputError for a bundle that cannot be read
+    or was changed after it was made, a base that does not match, or a backend that is not available.
     """
     from molora_cli.core.adapter.factors import load_bundle_factors
-    from molora_cli.core.base.model import load_base_model
+    from molora_cli.core.base.model import load_base_model, pick_device
     from molora_cli.core.bundle.store import Bundle
     from molora_cli.core.router.kinds import Surroundings
     from molora_cli.core.router.stack import load_router
 
-    backend = resolve_backend(backend)
+    backend = resolve_backend(backend, pick_device(device), notify)
     opened = Bundle.open(bundle, base=base)
     opened.verify()
     model, tokenizer = load_base_model(

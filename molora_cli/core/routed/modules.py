@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from molora_kernels import Bank, Plan, routed_embedding, routed_linear
+from molora_kernels import (
+    Bank,
+    Plan,
+    make_extent,
+    mixed_delta,
+    mixed_linear,
+    plain_linear,
+    routed_embedding,
+)
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -17,17 +25,34 @@ if TYPE_CHECKING:
     from molora_cli.core.adapter.factors import Factors
 
 
-class RoutedModule(nn.Module):
+class Replacement(nn.Module):
+    """Whatever stands in the place of a base model's module. base: that module, called and never changed."""
+
+    base: nn.Module
+
+    # Model code reads these of the module it put here.
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias  # type: ignore[return-value]
+
+
+class RoutedModule(Replacement):
     """The common part: the base module, its adapters' factors, and the place in the model.
 
-    base: only called, never changed. present: (slot, factors) of the adapters that touch it, slots ascending.
-    A (R, in) and B (out, R) are parameters in the base's compute dtype, frozen until `requires_grad_` is set.
-    The norm of DoRA is taken once, from the factors given here: training A or B afterwards does not move it.
+    present: (slot, factors) of the adapters that touch it, slots ascending. A (R, in) and B (out, R) are
+    parameters in the base's compute dtype, frozen until `requires_grad_` is set. The norm of DoRA is taken
+    once, from the factors given here: training A or B afterwards does not move it.
     """
 
     A: nn.Parameter
     B: nn.Parameter
     owner: Tensor
+    extent: Tensor
+    scale: Tensor
     out_scale: Tensor | None
     out_bias: Tensor | None
 
@@ -52,15 +77,26 @@ class RoutedModule(nn.Module):
             return tensor.to(device, dtype)
 
         self.A = nn.Parameter(torch.cat([there(f.A) for _, f in present]), requires_grad=False)
-        self.B = nn.Parameter(torch.cat([there(f.B) for _, f in present], dim=1), requires_grad=False)
+        self.B = nn.Parameter(self._columns([there(f.B) for _, f in present]), requires_grad=False)
         owner = torch.cat([torch.full((len(f.A),), slot, device=device) for slot, f in present])
         scale = torch.cat([torch.full((len(f.A),), float(f.scale), device=device) for _, f in present])
+        ranks, factor = [0] * (context.n_adapters + 1), torch.zeros(context.n_adapters + 1, device=device)
+        for slot, f in present:
+            ranks[slot], factor[slot] = len(f.A), float(f.scale)
         self.register_buffer("owner", owner, persistent=False)
+        self.register_buffer("extent", make_extent(ranks, device), persistent=False)
+        self.register_buffer("scale", factor, persistent=False)
         self.register_buffer("out_scale", self._out_scale(present, device), persistent=False)
         self.register_buffer("out_bias", self._out_bias(present, device), persistent=False)
         self.layout = context.layout(owner, scale.float())
         parts = [self.A, self.B, self.out_scale, self.out_bias]
         self.finite = all(bool(t.isfinite().all()) for t in parts if t is not None)
+
+    def _columns(self, parts: list[Tensor]) -> Tensor:
+        """B (out, R) side by side; stored by columns where a kernel reads the columns of one slot alone."""
+        if self._context[0].backend == "torch":
+            return torch.cat(parts, dim=1)
+        return torch.cat([part.t() for part in parts]).t()
 
     def _out_scale(self, present: Sequence[tuple[int, Factors]], device: torch.device) -> Tensor | None:
         """(S, out) float32: magnitude / row norm of W + s B A (Liu et al., arXiv 2402.09353, eq. 5); one
@@ -86,9 +122,10 @@ class RoutedModule(nn.Module):
         return out_bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoutedModule:
-        """Follow the model to another device or dtype, but keep DoRA's factors and the biases in float32: a
-        factor near one would lose what makes it differ from one."""
-        exact = {name: getattr(self, name) for name in ("out_scale", "out_bias")}
+        """Follow the model to another device or dtype, but keep scales and biases in float32: a factor near
+        one would lose what makes it differ from one.
+        """
+        exact = {name: getattr(self, name) for name in ("scale", "out_scale", "out_bias")}
         super()._apply(fn, recurse)
         for name, tensor in exact.items():
             setattr(self, name, None if tensor is None else tensor.to(self.A.device))
@@ -108,17 +145,17 @@ class RoutedModule(nn.Module):
     def _bank(self) -> Bank:
         base_bias = getattr(self.base, "bias", None) if self.out_scale is not None else None
         return Bank(
-            self.A, self.B, self.owner, self.layout, self.out_scale, self.out_bias, base_bias, self.finite
+            self.A,
+            self.B,
+            self.owner,
+            self.layout,
+            self.out_scale,
+            self.out_bias,
+            base_bias,
+            self.finite,
+            self.extent,
+            self.scale,
         )
-
-    # Model code reads these of the module it put here.
-    @property
-    def weight(self) -> Tensor:
-        return self.base.weight  # type: ignore[return-value]
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.base.bias  # type: ignore[return-value]
 
 
 class RoutedLinear(RoutedModule):
@@ -126,11 +163,13 @@ class RoutedLinear(RoutedModule):
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """x: (B, T, in) or (B*T, in) -> the mixture, (..., out)."""
+        plan, backend = self._plan(x.shape[:-1]), self._context[0].backend
+        if backend != "torch" and is_plain(self.base):
+            if plan is None:
+                return plain_linear(x, self.weight, self.bias, backend)
+            return mixed_linear(x, self.weight, self.bias, self._bank(), plan, backend)
         y = self.base(x, *args, **kwargs)
-        plan = self._plan(x.shape[:-1])
-        if plan is None:
-            return y
-        return routed_linear(x, y, self._bank(), plan)
+        return y if plan is None else mixed_delta(x, y, self._bank(), plan, backend)
 
     @property
     def in_features(self) -> int:
@@ -139,6 +178,28 @@ class RoutedLinear(RoutedModule):
     @property
     def out_features(self) -> int:
         return self.B.shape[0]
+
+
+class PlainLinear(Replacement):
+    """In place of a linear that no adapter touches, where a backend is faster than the module."""
+
+    def __init__(self, base: nn.Linear, backend: str) -> None:
+        super().__init__()
+        self.base, self.backend = base, backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in) -> W x + bias, (..., out)."""
+        if is_plain(self.base):
+            return plain_linear(x, self.weight, self.bias, self.backend)
+        return self.base(x)
+
+    @property
+    def in_features(self) -> int:
+        return self.base.in_features  # type: ignore[return-value]
+
+    @property
+    def out_features(self) -> int:
+        return self.base.out_features  # type: ignore[return-value]
 
 
 class RoutedEmbedding(RoutedModule):
@@ -159,6 +220,20 @@ class RoutedEmbedding(RoutedModule):
     @property
     def embedding_dim(self) -> int:
         return self.B.shape[0]
+
+
+def is_plain(base: nn.Module) -> bool:
+    """Whether a module is W x + bias with a dense weight and nothing around it, so that an operator may
+    stand for it.
+
+    Read at every call: hooks (offloading) and parametrisations come later.
+    """
+    return (
+        type(base) is nn.Linear
+        and type(base.weight) in (Tensor, nn.Parameter)
+        and not base._forward_pre_hooks
+        and not base._forward_hooks
+    )
 
 
 def features(base: nn.Module) -> tuple[int, int] | None:

@@ -1,0 +1,194 @@
+// The kernels, for every dtype. Knows no torch: it compiles in seconds.
+#include "mixture.h"
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "dots.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace molora {
+
+constexpr int64_t BLOCK = 64;        // outputs of a decode block
+constexpr int64_t WIDE_BLOCK = 256;  // outputs of a block in add_delta
+constexpr int64_t GROUP = 32;        // tokens that one thread takes at a time in add_delta
+constexpr int64_t THREAD_BYTES = 128 * 1024;  // of weights, below which another thread costs more than it saves
+
+template <class F>
+void in_parallel(int64_t threads, const F& work) {
+#ifdef _OPENMP
+  if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+    work(omp_get_thread_num(), omp_get_num_threads());
+    return;
+  }
+#endif
+  work(0, 1);
+}
+
+inline void wait_for_all(int threads) {
+#ifdef _OPENMP
+  if (threads > 1) {
+#pragma omp barrier
+  }
+#endif
+}
+
+// Part `id` of `count` of n things, cut at multiples of `grain`.
+inline std::pair<int64_t, int64_t> share(int64_t n, int64_t grain, int id, int count) {
+  int64_t grains = (n + grain - 1) / grain;
+  return {std::min(n, grains * id / count * grain), std::min(n, grains * (id + 1) / count * grain)};
+}
+
+// What token t's adapters add to outputs first .. first + n. z: (J, widest), gate and scale folded in; plain: W x there.
+template <class T>
+void mix(const Adapters<T>& ad, int64_t t, const float* z, int64_t first, int64_t n, int64_t out, const float* plain,
+         float* y) {
+  using Format = typename FormatOf<T>::Format;
+  float part[WIDE_BLOCK];
+  for (int64_t j = 0; j < ad.top; j++) {
+    int64_t choice = t * ad.top + j, slot = ad.slots[choice];
+    if (slot == 0) continue;
+    float gate = ad.gates[choice];
+    const float* own = z + j * ad.widest;
+    if (ad.out_scale) {
+      const float* m = ad.out_scale + slot * out + first;
+      std::fill(part, part + n, 0.f);
+      expand<Format>(ad.up(choice) + first, ad.ldb, own, ad.rank(choice), n, part);
+      for (int64_t o = 0; o < n; o++) y[o] += m[o] * part[o] + gate * (m[o] - 1.f) * plain[o];
+    } else {
+      expand<Format>(ad.up(choice) + first, ad.ldb, own, ad.rank(choice), n, y);
+    }
+    if (ad.out_bias) {
+      const float* b = ad.out_bias + slot * out + first;
+      for (int64_t o = 0; o < n; o++) y[o] += gate * b[o];
+    }
+  }
+}
+
+template <class T, class Weight>
+void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias, const T* x, int64_t ldx, int64_t N,
+            int64_t in, int64_t out, const Adapters<T>* ad, T* y, int64_t max_threads) {
+  using Math = typename MathOf<Weight>::Math;
+  using Own = typename MathOf<T>::Math;
+  int64_t wide = round_up(in), choices = ad ? N * ad->top : 0;
+  std::vector<typename Math::Token> tokens(N * wide);
+  for (int64_t t = 0; t < N; t++) Math::template lay<T>(x + t * ldx, in, tokens.data() + t * wide);
+  // adapters of another format than W's read the token in another order
+  std::vector<typename Own::Token> other;
+  const typename Own::Token* own_tokens = nullptr;
+  if constexpr (std::is_same_v<Math, Own>) {
+    own_tokens = tokens.data();
+  } else if (ad) {
+    other.resize(N * wide);
+    for (int64_t t = 0; t < N; t++) Own::template lay<T>(x + t * ldx, in, other.data() + t * wide);
+    own_tokens = other.data();
+  }
+  std::vector<float> z(ad ? choices * ad->widest : 0);
+  int64_t threads = std::min<int64_t>(max_threads, 1 + in * out * sizeof(*W) / THREAD_BYTES);
+
+  in_parallel(threads, [&](int id, int count) {
+    for (int64_t c = 0; c < choices; c++) {
+      auto [first, end] = share(ad->rank(c), 4, id, count);
+      if (first == end) continue;
+      float* to = z.data() + c * ad->widest;
+      dots<Own>(ad->down(c) + first * ad->lda, ad->lda, end - first, own_tokens + c / ad->top * wide, 0, 1, in,
+                to + first, 0);
+      float factor = ad->gates[c] * ad->scale[ad->slots[c]];
+      for (int64_t r = first; r < end; r++) to[r] *= factor;
+    }
+    if (choices) wait_for_all(count);
+    auto [first, end] = share(out, 4, id, count);
+    std::vector<float> block(2 * N * BLOCK);
+    float* plain = block.data() + N * BLOCK;
+    for (int64_t o = first; o < end; o += BLOCK) {
+      int64_t n = std::min(BLOCK, end - o);
+      // B's rows are short here: ask for them before W's long rows are read
+      for (int64_t c = 0; c < choices; c++)
+        for (int64_t r = 0; r < ad->rank(c); r++)
+          for (int64_t b = 0; b < n; b += 64 / int64_t(sizeof(T))) __builtin_prefetch(ad->up(c) + r * ad->ldb + o + b);
+      dots<Math>(W + o * ldw, ldw, n, tokens.data(), wide, N, in, block.data(), BLOCK);
+      for (int64_t t = 0; t < N; t++) {
+        float* row = block.data() + t * BLOCK;
+        if (row_scale)
+          for (int64_t i = 0; i < n; i++) row[i] *= row_scale[o + i];
+        if (ad && ad->out_scale) std::copy(row, row + n, plain);
+        if (bias)
+          for (int64_t i = 0; i < n; i++) row[i] += float(bias[o + i]);
+        if (ad) mix(*ad, t, z.data() + t * ad->top * ad->widest, o, n, out, plain, row);
+        for (int64_t i = 0; i < n; i++) y[t * out + o + i] = T(row[i]);
+      }
+    }
+  });
+}
+
+template <class T, class Y>
+void add_delta(const Adapters<T>& ad, const T* base_bias, const T* x, int64_t ldx, int64_t N, int64_t in, int64_t out,
+               Y* y, int64_t max_threads) {
+  using Math = typename MathOf<T>::Math;
+  int64_t groups = (N + GROUP - 1) / GROUP, wide = round_up(in);
+  in_parallel(std::min(max_threads, groups), [&](int id, int count) {
+    std::vector<typename Math::Token> tokens(GROUP * wide);
+    std::vector<float> z(GROUP * ad.top * ad.widest);
+    std::vector<int64_t> order;
+    float row[WIDE_BLOCK], plain[WIDE_BLOCK];
+    auto [from, to] = share(groups, 1, id, count);
+    for (int64_t g = from; g < to; g++) {
+      int64_t t0 = g * GROUP, n_tokens = std::min(GROUP, N - t0);
+      order.clear();
+      for (int64_t c = t0 * ad.top; c < (t0 + n_tokens) * ad.top; c++)
+        if (ad.rank(c) > 0) order.push_back(c);
+      // equal slots side by side: two tokens share each row of A that is read
+      std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return ad.slots[a] < ad.slots[b]; });
+      for (int64_t t = 0; t < n_tokens; t++)
+        Math::template lay<T>(x + (t0 + t) * ldx, in, tokens.data() + t * wide);
+      for (size_t i = 0; i < order.size();) {
+        int64_t c = order[i], rank = ad.rank(c), ta = c / ad.top - t0;
+        bool two = i + 1 < order.size() && ad.slots[order[i + 1]] == ad.slots[c];
+        int64_t d = two ? order[i + 1] : c, tb = d / ad.top - t0;
+        float *za = z.data() + (c - t0 * ad.top) * ad.widest, *zb = z.data() + (d - t0 * ad.top) * ad.widest;
+        dots<Math>(ad.down(c), ad.lda, rank, tokens.data() + ta * wide, (tb - ta) * wide, 1 + two, in, za, zb - za);
+        float scale = ad.scale[ad.slots[c]];
+        for (int64_t r = 0; r < rank; r++) za[r] *= ad.gates[c] * scale;
+        for (int64_t r = 0; two && r < rank; r++) zb[r] *= ad.gates[d] * scale;
+        i += 1 + two;
+      }
+      for (int64_t o = 0; o < out; o += WIDE_BLOCK) {
+        int64_t n = std::min(WIDE_BLOCK, out - o);
+        for (int64_t t = 0; t < n_tokens; t++) {
+          const int64_t* mine = ad.slots + (t0 + t) * ad.top;
+          if (std::all_of(mine, mine + ad.top, [](int64_t slot) { return slot == 0; })) continue;
+          Y* to_y = y + (t0 + t) * out + o;
+          for (int64_t i = 0; i < n; i++) row[i] = float(to_y[i]);
+          if (ad.out_scale)
+            for (int64_t i = 0; i < n; i++) plain[i] = row[i] - (base_bias ? float(base_bias[o + i]) : 0.f);
+          mix(ad, t0 + t, z.data() + t * ad.top * ad.widest, o, n, out, plain, row);
+          for (int64_t i = 0; i < n; i++) to_y[i] = Y(row[i]);
+        }
+      }
+    }
+  });
+}
+
+using c10::BFloat16;
+using c10::Half;
+#define MOLORA_FOR(T)                                                                                            \
+  template void decode<T, T>(const T*, int64_t, const float*, const T*, const T*, int64_t, int64_t, int64_t,     \
+                             int64_t, const Adapters<T>*, T*, int64_t);                                          \
+  template void decode<T, int8_t>(const int8_t*, int64_t, const float*, const T*, const T*, int64_t, int64_t,    \
+                                  int64_t, int64_t, const Adapters<T>*, T*, int64_t);                            \
+  template void add_delta<T, T>(const Adapters<T>&, const T*, const T*, int64_t, int64_t, int64_t, int64_t, T*,  \
+                                int64_t);
+MOLORA_FOR(float)
+MOLORA_FOR(BFloat16)
+MOLORA_FOR(Half)
+template void add_delta<BFloat16, float>(const Adapters<BFloat16>&, const BFloat16*, const BFloat16*, int64_t, int64_t,
+                                         int64_t, int64_t, float*, int64_t);
+template void add_delta<Half, float>(const Adapters<Half>&, const Half*, const Half*, int64_t, int64_t, int64_t, int64_t,
+                                     float*, int64_t);
+
+}  // namespace molora

@@ -1,0 +1,212 @@
+// The operators of the CPU backend, as torch sees them. Shapes in molora_kernels/cpu_ops.py.
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <torch/library.h>
+
+#include "mixture.h"
+
+#ifndef MOLORA_LIBRARY
+#define MOLORA_LIBRARY molora_cpu
+#endif
+
+namespace molora {
+using at::Tensor;
+using Maybe = std::optional<Tensor>;
+
+// Up to this many tokens the GEMV's way is taken: measured, see docs/kernels.md.
+constexpr int64_t FEW_TOKENS = 16;
+// Weights that are widened at a time, so that a large head needs no large copy.
+constexpr int64_t WIDENED_AT_A_TIME = 1 << 21;
+
+// (N, n) with elements of a row side by side, as the kernels read it.
+static Tensor rows(const Tensor& t) {
+  Tensor flat = t.dim() == 2 ? t : t.reshape({-1, t.size(-1)});
+  return flat.stride(1) == 1 || flat.size(1) <= 1 ? flat : flat.contiguous();
+}
+
+// An operator called from inside one may not hand back its own argument: ask for copies only where one is made.
+static Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : t.contiguous(); }
+static Maybe dense(const Maybe& t) { return t ? Maybe(dense(*t)) : t; }
+
+static int64_t threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+
+template <class P>
+static const P* data(const Maybe& t) {
+  return t ? t->const_data_ptr<P>() : nullptr;
+}
+
+static bool wanted(const Tensor& t) { return t.requires_grad(); }
+static bool wanted(const Maybe& t) { return t && t->requires_grad(); }
+
+// There are no derivatives here: refuse to lose one.
+template <class... Tensors>
+static void refuse_gradients(const Tensors&... tensors) {
+  TORCH_CHECK(!at::GradMode::is_enabled() || !(wanted(tensors) || ...),
+              "the CPU operators have no derivative: molora_kernels' functions take the torch twin where one is wanted");
+}
+
+// The tensors of a call's adapters and routes, checked and kept alive while the kernels read them.
+struct Mixture {
+  Tensor A, B, extent, scale, slots, gates;  // B: (R, out), free where the caller's (out, R) is stored by columns
+  Maybe out_scale, out_bias;
+  int64_t widest = 0;
+
+  Mixture(const Tensor& A_, const Tensor& B_, const Tensor& extent_, const Tensor& scale_, const Tensor& slots_,
+          const Tensor& gates_, const Maybe& out_scale_, const Maybe& out_bias_, int64_t tokens, int64_t in, int64_t out)
+      : A(rows(A_)), B(rows(B_.t())), extent(dense(extent_)), scale(dense(scale_)), slots(dense(slots_)),
+        gates(dense(gates_)), out_scale(dense(out_scale_)), out_bias(dense(out_bias_)) {
+    TORCH_CHECK(A.size(1) == in && B.size(1) == out && A.size(0) == B.size(0), "factors ", A.sizes(), " and ",
+                B.sizes(), " do not fit a module of ", in, " inputs and ", out, " outputs");
+    TORCH_CHECK(slots.dim() == 2 && slots.size(0) == tokens && slots.sizes() == gates.sizes(), "routes ",
+                slots.sizes(), " and gates ", gates.sizes(), " are not those of ", tokens, " tokens");
+    int64_t count = extent.size(0);
+    TORCH_CHECK(extent.dim() == 2 && extent.size(1) == 2 && scale.numel() == count, "extent must be (slots, 2)");
+    for (const Maybe& per_slot : {out_scale, out_bias})
+      TORCH_CHECK(!per_slot || (per_slot->size(0) == count && per_slot->size(1) == out), "not one row per slot");
+    const int64_t* e = extent.const_data_ptr<int64_t>();
+    for (int64_t s = 0; s < count; s++) {
+      TORCH_CHECK(e[2 * s] >= 0 && e[2 * s + 1] >= 0 && e[2 * s] + e[2 * s + 1] <= A.size(0), "slot ", s,
+                  " reaches beyond the factors");
+      widest = std::max(widest, e[2 * s + 1]);
+    }
+    const int64_t* chosen = slots.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < slots.numel(); i++)
+      TORCH_CHECK_INDEX(chosen[i] >= 0 && chosen[i] < count, "slot ", chosen[i], " of ", count);
+  }
+
+  template <class T>
+  Adapters<T> read() const {
+    return {A.const_data_ptr<T>(), A.stride(0), B.const_data_ptr<T>(), B.stride(0), extent.const_data_ptr<int64_t>(),
+            scale.const_data_ptr<float>(), slots.const_data_ptr<int64_t>(), gates.const_data_ptr<float>(),
+            slots.size(1), widest, data<float>(out_scale), data<float>(out_bias)};
+  }
+};
+
+template <class F>
+static auto by_type(at::ScalarType type, const F& call) {
+  switch (type) {
+    case at::kFloat: return call(float());
+    case at::kBFloat16: return call(c10::BFloat16());
+    case at::kHalf: return call(c10::Half());
+    default: TORCH_CHECK(false, "float32, bfloat16 or float16 expected, got ", type);
+  }
+}
+
+#if defined(__AVX512BF16__)
+static bool fast_product(at::ScalarType type) { return type != at::kHalf; }
+#else
+static bool fast_product(at::ScalarType type) { return type == at::kFloat; }
+#endif
+
+// W x of many tokens in fp32, for processors on which torch multiplies half-width weights slowly.
+static Tensor widened_product(const Tensor& x, const Tensor& weight, const Maybe& bias, const Maybe& row_scale) {
+  Tensor wide = x.scalar_type() == at::kFloat ? x : x.to(at::kFloat), y = at::empty({x.size(0), weight.size(0)}, wide.options());
+  int64_t out = weight.size(0), step = std::max<int64_t>(1, WIDENED_AT_A_TIME / std::max<int64_t>(1, weight.size(1)));
+  for (int64_t o = 0; o < out; o += step) {
+    int64_t n = std::min(step, out - o);
+    Tensor part = y.narrow(1, o, n);
+    at::mm_out(part, wide, weight.narrow(0, o, n).to(at::kFloat).t());
+  }
+  if (row_scale) y.mul_(*row_scale);
+  if (bias) y.add_(*bias);
+  return y;
+}
+
+static Tensor product(const Tensor& x, const Tensor& weight, const Maybe& bias, const Maybe& row_scale,
+                      const Mixture* mixture) {
+  int64_t in = weight.size(1), out = weight.size(0);
+  TORCH_CHECK(x.size(-1) == in, "x has ", x.size(-1), " features, the weight ", in);
+  TORCH_CHECK(row_scale ? weight.scalar_type() == at::kChar : weight.scalar_type() == x.scalar_type(),
+              "x is ", x.scalar_type(), ", the weight ", weight.scalar_type());
+  auto sizes = x.sizes().vec();
+  sizes.back() = out;
+  Tensor flat = rows(x);
+  Maybe offset = dense(bias);
+  int64_t N = flat.size(0);
+  if (N == 0 || out == 0) return at::empty(sizes, x.options());
+  return by_type(x.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const T* bias_data = data<T>(offset);
+    Adapters<T> adapters;
+    if (mixture) adapters = mixture->template read<T>();
+    const Adapters<T>* ad = mixture ? &adapters : nullptr;
+    if (N <= FEW_TOKENS) {
+      Tensor W = rows(weight), y = at::empty(sizes, x.options());
+      T* to = y.mutable_data_ptr<T>();
+      const T* from = flat.const_data_ptr<T>();
+      if (row_scale)
+        decode<T, int8_t>(W.const_data_ptr<int8_t>(), W.stride(0),
+                                                 row_scale->const_data_ptr<float>(), bias_data, from, flat.stride(0), N,
+                                                 in, out, ad, to, threads());
+      else
+        decode<T, T>(W.const_data_ptr<T>(), W.stride(0), nullptr, bias_data, from,
+                                            flat.stride(0), N, in, out, ad, to, threads());
+      return y;
+    }
+    bool native = !row_scale && fast_product(x.scalar_type());
+    Tensor y = native ? at::linear(flat, weight, bias) : widened_product(flat, weight, bias, row_scale);
+    y = dense(y);
+    if (ad && native)
+      add_delta<T, T>(*ad, bias_data, flat.const_data_ptr<T>(), flat.stride(0), N, in, out, y.mutable_data_ptr<T>(),
+                      threads());
+    else if (ad)
+      add_delta<T, float>(*ad, bias_data, flat.const_data_ptr<T>(), flat.stride(0), N, in, out,
+                          y.mutable_data_ptr<float>(), threads());
+    return (native ? y : y.to(x.scalar_type())).view(sizes);
+  });
+}
+
+static Tensor gemv(const Tensor& x, const Tensor& weight, const Maybe& bias, const Maybe& row_scale) {
+  refuse_gradients(x, weight, bias, row_scale);
+  return product(x, weight, bias, row_scale, nullptr);
+}
+
+static Tensor linear(const Tensor& x, const Tensor& weight, const Maybe& bias, const Maybe& row_scale, const Tensor& A,
+                     const Tensor& B, const Tensor& extent, const Tensor& scale, const Tensor& slots,
+                     const Tensor& gates, const Maybe& out_scale, const Maybe& out_bias) {
+  refuse_gradients(x, weight, bias, row_scale, A, B, scale, gates, out_scale, out_bias);
+  int64_t in = weight.size(1), tokens = in ? x.numel() / in : 0;
+  Mixture mixture(A, B, extent, scale, slots, gates, out_scale, out_bias, tokens, in, weight.size(0));
+  return product(x, weight, bias, row_scale, &mixture);
+}
+
+static Tensor delta(const Tensor& y, const Tensor& x, const Maybe& base_bias, const Tensor& A, const Tensor& B,
+                    const Tensor& extent, const Tensor& scale, const Tensor& slots, const Tensor& gates,
+                    const Maybe& out_scale, const Maybe& out_bias) {
+  refuse_gradients(y, x, base_bias, A, B, scale, gates, out_scale, out_bias);
+  Tensor flat = rows(x), mixed = y.clone(at::MemoryFormat::Contiguous);
+  int64_t N = flat.size(0), in = flat.size(1), out = y.size(-1);
+  TORCH_CHECK(x.scalar_type() == y.scalar_type() && out * N == y.numel(), "x and y do not belong together");
+  Mixture mixture(A, B, extent, scale, slots, gates, out_scale, out_bias, N, in, out);
+  Maybe bias = dense(base_bias);
+  if (N > 0)
+    by_type(x.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      add_delta<T, T>(mixture.read<T>(), data<T>(bias), flat.const_data_ptr<T>(), flat.stride(0), N, in, out,
+                      mixed.mutable_data_ptr<T>(), threads());
+    });
+  return mixed;
+}
+
+#define MOLORA_ADAPTERS \
+  "Tensor A, Tensor B, Tensor extent, Tensor scale, Tensor slots, Tensor gates, Tensor? out_scale, Tensor? out_bias"
+
+TORCH_LIBRARY(MOLORA_LIBRARY, m) {
+  m.def("gemv(Tensor x, Tensor weight, Tensor? bias, Tensor? row_scale) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? row_scale, " MOLORA_ADAPTERS ") -> Tensor");
+  m.def("delta(Tensor y, Tensor x, Tensor? base_bias, " MOLORA_ADAPTERS ") -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(MOLORA_LIBRARY, CPU, m) {
+  m.impl("gemv", &gemv);
+  m.impl("linear", &linear);
+  m.impl("delta", &delta);
+}
+
+}  // namespace molora

@@ -1,0 +1,139 @@
+// Vectors of floats, and weights of every format widened to them.
+//
+// One source for all machines: the compiler's own vector types, as wide as the target has registers. A format
+// turns STEP consecutive weights into fp32 lanes in an order of its own; `lay_out` puts the token in that
+// order once, so that no weight is shuffled in the inner loop.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace molora {
+
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int VECTOR_BYTES = 32;
+#else
+constexpr int VECTOR_BYTES = 16;
+#endif
+constexpr int LANES = VECTOR_BYTES / 4;
+constexpr int64_t STEP = 2 * LANES;
+
+typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t Shorts __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef int8_t Bytes __attribute__((vector_size(VECTOR_BYTES / 4)));
+
+template <class V>
+inline V load(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+inline Floats broadcast(float f) { return Floats{} + f; }
+
+inline float sum(Floats v) {
+  float lane[LANES];
+  std::memcpy(lane, &v, sizeof v);
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lane[i] += lane[i + half];
+  return lane[0];
+}
+
+struct Pair {
+  Floats first, second;
+};
+
+// -- formats: widen(p) reads STEP weights, natural(p) reads LANES of them in order, place(i) is where input i of a
+// step stands in the token's layout
+struct Fp32 {
+  using Type = float;
+  static Pair widen(const float* p) { return {load<Floats>(p), load<Floats>(p + LANES)}; }
+  static Floats natural(const float* p) { return load<Floats>(p); }
+  static int place(int i) { return i; }
+};
+
+struct Bf16 {
+  using Type = c10::BFloat16;
+  // a word holds an even and an odd weight: each is a float's upper half
+  static Pair widen(const Type* p) {
+    Words both = load<Words>(p);
+    return {(Floats)(both << 16), (Floats)(both & 0xffff0000u)};
+  }
+  static Floats natural(const Type* p) {
+    return (Floats)(__builtin_convertvector(load<Shorts>(p), Words) << 16);
+  }
+  static int place(int i) { return i / 2 + (i % 2) * LANES; }
+};
+
+struct Fp16 {
+  using Type = c10::Half;
+  static Floats natural(const Type* p) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(load<__m256i>(p));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(load<__m128i>(p));
+#else
+    // exponent and fraction as a float that is 2^112 too small, subnormals included; 31 means Inf or NaN
+    Words half = __builtin_convertvector(load<Shorts>(p), Words);
+    Words size = (half & 0x7fffu) << 13;
+    Words value = (Words)((Floats)size * broadcast(0x1p112f));
+    Words special = (Words)((half & 0x7c00u) == 0x7c00u);
+    value = (special & (size | 0x7f800000u)) | (~special & value);
+    return (Floats)(value | ((half & 0x8000u) << 16));
+#endif
+  }
+  static Pair widen(const Type* p) { return {natural(p), natural(p + LANES)}; }
+  static int place(int i) { return i; }
+};
+
+struct Int8 {
+  using Type = int8_t;
+  static Floats natural(const Type* p) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    return __builtin_convertvector(load<Bytes>(p), Floats);
+#endif
+  }
+  static Pair widen(const Type* p) { return {natural(p), natural(p + LANES)}; }
+  static int place(int i) { return i; }
+};
+
+template <class T>
+struct FormatOf;
+template <>
+struct FormatOf<float> {
+  using Format = Fp32;
+};
+template <>
+struct FormatOf<c10::BFloat16> {
+  using Format = Bf16;
+};
+template <>
+struct FormatOf<c10::Half> {
+  using Format = Fp16;
+};
+
+inline int64_t round_up(int64_t n) { return (n + STEP - 1) / STEP * STEP; }
+
+// One token in the order that `Format` widens its weights to: `to` has round_up(n) floats, zero behind n.
+template <class Format, class T>
+void lay_out(const T* x, int64_t n, float* to) {
+  int64_t whole = n / STEP * STEP;
+  for (int64_t h = 0; h < whole; h += STEP)
+    for (int i = 0; i < STEP; i++) to[h + Format::place(i)] = float(x[h + i]);
+  if (whole == n) return;
+  for (int i = 0; i < STEP; i++) to[whole + Format::place(i)] = whole + i < n ? float(x[whole + i]) : 0.f;
+}
+
+}  // namespace molora

@@ -1,0 +1,68 @@
+"""The CPU backend's operators with their shapes; the code is in cpu/, compiled by `cpu_build`.
+
+    gemv    (x, weight, bias, row_scale) -> y               y = W x + bias
+    linear  (x, weight, bias, row_scale, *adapters) -> y    the mixture of a module with a dense weight
+    delta   (y, x, base_bias, *adapters) -> y'              the mixture where W x + bias = y is given
+
+x (..., in), y (..., out) float32, bfloat16 or float16; weight (out, in) of the same dtype, or int8 with
+row_scale (out,) float32; bias (out,) of x's dtype or None. adapters: A (R, in), B (out, R) of x's dtype,
+best stored by columns; extent (S, 2) int64; scale (S,) float32; slots (N, J) int64 in [0, S), 0 = none;
+gates (N, J) float32; out_scale, out_bias (S, out) float32 or None. N is the product of x's leading sizes.
+Any strides. Sums are fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from molora_kernels import cpu_build
+from molora_kernels.bank import Bank, Plan
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_registered: set[str] = set()
+
+
+def load(
+    notify: Callable[[str], None] | None = None,
+    flags: tuple[str, ...] | None = None,
+    library: str = cpu_build.LIBRARY,
+) -> Any:
+    """The operators' namespace, `torch.ops.molora_cpu`, built and registered on the first call.
+
+    flags, library: another build beside it, for tests. Raises BuildError.
+    """
+    if library not in _registered:
+        cpu_build.load(notify, flags, library)
+        for name, fake in (("gemv", _fake_linear), ("linear", _fake_linear), ("delta", _fake_delta)):
+            torch.library.register_fake(f"{library}::{name}", fake)
+        _registered.add(library)
+    return getattr(torch.ops, library)
+
+
+def _fake_linear(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _fake_delta(y: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
+def takes(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the operators can run on these: one half or single dtype, on the CPU, no gradient wanted."""
+    if x.dtype not in DTYPES or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return False
+    if any(t is not None and (t.dtype != x.dtype or t.device != x.device) for t in others):
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not (x.requires_grad or any(t is not None and t.requires_grad for t in others))
+
+
+def adapters(bank: Bank, plan: Plan) -> tuple[Tensor | None, ...]:
+    """The arguments that the operators take of a module's adapters and of the routes."""
+    gates = plan.weights if plan.weights.dtype == torch.float32 else plan.weights.float()
+    return (bank.A, bank.B, bank.extent, bank.scale, plan.slots, gates, bank.out_scale, bank.out_bias)

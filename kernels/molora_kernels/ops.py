@@ -1,0 +1,50 @@
+"""The public operators: one function per job, whichever backend runs it.
+
+The torch twin (`dispatch`) computes the same and runs where a backend cannot: another device or dtype, or
+under autograd, so that no gradient is lost.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from molora_kernels import cpu_ops
+from molora_kernels.bank import Bank, Plan
+from molora_kernels.dispatch import routed_linear
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str = "torch") -> Tensor:
+    """W x + bias. x: (..., in), weight: (out, in), bias: (out,) or None -> (..., out)."""
+    if backend == "cpu" and cpu_ops.takes(x, weight, bias):
+        return torch.ops.molora_cpu.gemv(x, weight, bias, None)
+    return F.linear(x, weight, bias)
+
+
+def mixed_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, bank: Bank, plan: Plan, backend: str = "torch"
+) -> Tensor:
+    """The mixture of a linear module with a dense weight.
+
+    x: (..., in), leading sizes multiplying to the plan's N; weight: (out, in); bias: (out,) or None. Returns
+    (..., out). A token with no slot chosen gets what `plain_linear` gives: bit for bit up to 16 tokens.
+    """
+    if backend == "cpu" and _runs(x, bank, plan, weight, bias):
+        return torch.ops.molora_cpu.linear(x, weight, bias, None, *cpu_ops.adapters(bank, plan))
+    return routed_linear(x, F.linear(x, weight, bias), bank, plan)
+
+
+def mixed_delta(x: Tensor, y: Tensor, bank: Bank, plan: Plan, backend: str = "torch") -> Tensor:
+    """The mixture of a module whose weight is not a plain dense tensor. x: (..., in), y = W x + bias: (...,
+    out).
+    """
+    if backend == "cpu" and _runs(x, bank, plan, y):
+        return torch.ops.molora_cpu.delta(y, x, bank.base_bias, *cpu_ops.adapters(bank, plan))
+    return routed_linear(x, y, bank, plan)
+
+
+def _runs(x: Tensor, bank: Bank, plan: Plan, *more: Tensor | None) -> bool:
+    if bank.extent is None or not cpu_ops.takes(x, *more, bank.A, bank.B, bank.base_bias):
+        return False
+    return not (torch.is_grad_enabled() and plan.weights.requires_grad)
