@@ -144,7 +144,7 @@ def stage(**fields: object) -> dict[str, object]:
         (stage(temperature=-1), "temperature"),
         (stage(margin=-0.1), "margin"),
         (stage(groups=[[0, 2], [3, 4]]), "gap"),
-        (stage(groups=[[1, 2]]), "gap"),
+        (stage(groups=[[-1, 2]]), "gap"),
         (stage(groups=[[0, 0]]), "gap"),
         (stage(k="many"), "stages.0.k"),
         ('{"format": NaN}', "not JSON"),
@@ -202,11 +202,22 @@ def test_missing_experts_are_named_with_those_found() -> None:
 def test_groups_must_fit_the_base_and_each_other() -> None:
     with pytest.raises(InputError, match="end at layer 3"):
         stack((StageSpec(kind="uniform", experts=["math"], groups=[(0, 1), (1, 3)]), {}))
-    with pytest.raises(InputError, match="differently"):
-        stack(
-            (StageSpec(kind="uniform", experts=["math"], groups=[(0, 1), (1, 4)]), {}),
-            (StageSpec(kind="uniform", experts=["math"], groups=[(0, 2), (2, 4)]), {}),
-        )
+    cut = stack(
+        (StageSpec(kind="uniform", experts=["math"], groups=[(0, 1), (1, 4)]), {}),
+        (StageSpec(kind="uniform", experts=["math"], groups=[(0, 2), (2, 4)]), {}),
+    )
+    assert cut.group_ranges == [(0, 1), (1, 2), (2, 4)]
+
+
+def test_stages_share_the_layers() -> None:
+    """Each stage decides its own layers, the first one where two of them know a layer."""
+    router = stack(
+        (StageSpec(kind="uniform", experts=["math"], groups=[(1, 2)]), {}),
+        (StageSpec(kind="uniform", experts=["code"], groups=[(1, 2), (2, 4)]), {}),
+    )
+    assert router.group_ranges == [(1, 2), (2, 4)]
+    decision, _ = router.decide(torch.tensor([[5, 6]]), None, router.start(1))
+    assert decision.route.indices[0, :, :, 0].tolist() == [[0, 1], [0, 1]]
 
 
 def test_a_margin_is_refused_rather_than_ignored() -> None:

@@ -30,6 +30,8 @@ class Context:
     head: Plan | None = None
     layouts: list[Layout] = field(default_factory=list)
     active: bool = False
+    # `logits_to_keep` of the running forward
+    keep: int | Tensor = 0
     # forwards under activation checkpointing whose layers may still have to run again
     pending: int = 0
 
@@ -75,19 +77,26 @@ class Context:
         layers of each group, layers in no range take the base; keep: `logits_to_keep` of the causal model;
         device: where the base runs, None = where the route is."""
         self.plans = [None] * self.n_layers
-        self.head = None
+        self.head, self.keep = None, keep
         if route is None:
             return
         route = route.grouped
+        for group, layers in enumerate(ranges):
+            one = Route(route.indices[:, :, group], route.gates[:, :, group])
+            self.set_group(layers, one, device)
+
+    def set_group(self, layers: tuple[int, int], route: Route, device: torch.device | None = None) -> None:
+        """The plan of layers [first, end) alone, while the forward runs or before it. route: (B, T, k)."""
         batch, length = route.indices.shape[:2]
         device = route.indices.device if device is None else device
         self.layouts = [layout.to(device) for layout in self.layouts]
-        for group, (first, end) in enumerate(ranges):
-            slots = (route.indices[:, :, group].to(device, torch.int64) + 1).flatten(0, 1)  # (B*T, k)
-            weights = route.gates[:, :, group].to(device).flatten(0, 1)
-            plan = make_plan(slots, weights, self.n_adapters + 1, self.layouts, (batch, length))
-            self.plans[first:end] = [plan] * (end - first)
-        self.head = self._kept(self.plans[-1], keep)
+        slots = (route.indices.to(device, torch.int64) + 1).flatten(0, 1).flatten(1)  # (B*T, k)
+        weights = route.gates.to(device).flatten(0, 1).flatten(1)
+        plan = make_plan(slots, weights, self.n_adapters + 1, self.layouts, (batch, length))
+        first, end = layers
+        self.plans[first:end] = [plan] * (end - first)
+        if end == self.n_layers:
+            self.head = self._kept(plan, self.keep)
 
     def _kept(self, plan: Plan | None, keep: int | Tensor) -> Plan | None:
         """The plan for the positions that reach the head."""
@@ -109,12 +118,12 @@ class Context:
 def layer_ranges(
     groups: int, n_layers: int, router_ranges: Sequence[tuple[int, int]] | None
 ) -> list[tuple[int, int]]:
-    """The layers of each group of a route: the router's where the counts agree; one group = all layers;
+    """The layers of each group of a given route: one group = all layers; the router's where the counts agree;
     otherwise they are split evenly. Raises InputError where `groups` fits neither the router nor the base."""
-    if router_ranges is not None and len(router_ranges) == groups:
-        return list(router_ranges)
     if groups == 1:
         return [(0, n_layers)]
+    if router_ranges is not None and len(router_ranges) == groups:
+        return list(router_ranges)
     if router_ranges is not None and len(router_ranges) > 1:
         raise InputError(
             f"the route has {groups} layer groups, the router {len(router_ranges)}",

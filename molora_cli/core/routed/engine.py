@@ -1,11 +1,14 @@
 """Routing around a base model's forward: a hook before it decides and plans, a hook after it remembers.
 
+Routers that read hidden states decide the rest while it runs, in hooks on the layers they read (`live`).
+
 Hooks, and not a forward of our own: `generate`, pipelines, streamers and trainers of transformers call the
 base.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,15 +18,31 @@ from transformers.cache_utils import Cache
 
 from molora_cli.core.routed.call import Call, argument_names, read_call
 from molora_cli.core.routed.context import Context, layer_ranges
+from molora_cli.core.routed.first_pass import FirstPass
+from molora_cli.core.routed.live import LayerHooks, ModuleHooks
+from molora_cli.core.routed.modules import RoutedModule
 from molora_cli.core.routed.outputs import Routed, add_trace
 from molora_cli.core.routed.route import BASE, Route
 from molora_cli.core.routed.state import RouterState, bind, state_of
 from molora_cli.errors import InputError
 
 if TYPE_CHECKING:
+    from molora_cli.core.router.deciding import Deciding
     from molora_cli.core.router.stack import RouterStack
 
 AUTO, OFF = "auto", "off"
+
+
+@dataclass
+class _Running:
+    """A forward between its two hooks. route: what was given or chosen for all tokens; deciding: the router's
+    decision, finished when the last layer it reads has run; first: keys and values of a first pass."""
+
+    call: Call
+    past: RouterState | None
+    route: Route | None = None
+    deciding: Deciding | None = None
+    first: Cache | None = None
 
 
 class Engine:
@@ -37,11 +56,17 @@ class Engine:
     def __init__(
         self, base: PreTrainedModel, context: Context, adapters: tuple[str, ...], router: RouterStack | None
     ) -> None:
-        self.context, self.adapters, self.router = context, adapters, router
+        self.context, self.adapters = context, adapters
         self.mode, self.chosen = AUTO, BASE
         self.meta: dict[str, Any] = {}
+        self._base = base
         self._names = argument_names(base)
-        self._running: tuple[Call, RouterState | None, Routed, list[dict[str, Tensor]] | None] | None = None
+        self._running: _Running | None = None
+        self._deciding: Deciding | None = None  # kept for layers that run again in the backward pass
+        self._hooks: list[LayerHooks | ModuleHooks] = []
+        self._first_pass: FirstPass | None = None
+        self._router: RouterStack | None = None
+        self.router = router
         self._handles = [
             base.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True),
             base.register_forward_hook(
@@ -49,8 +74,34 @@ class Engine:
             ),
         ]
 
+    @property
+    def router(self) -> RouterStack | None:
+        return self._router
+
+    @router.setter
+    def router(self, router: RouterStack | None) -> None:
+        """Raises InputError where the router reads layers that cannot be found in the base."""
+        self._unhook()
+        self._router = router
+        if router is None or not router.live:
+            return
+        taps = [t for stage in router.live if not (stage.first_pass or stage.per_module) for t in stage.taps]
+        if taps:
+            self._hooks.append(LayerHooks(self._base, taps, self._at_layer))
+        if any(stage.per_module for stage in router.live):
+            self._hooks.append(ModuleHooks(self._base, self._at_module))
+        early = {t for stage in router.live if stage.first_pass for t in stage.taps}
+        if early:
+            self._first_pass = FirstPass(self._base, self.context, self._names, early)
+
+    def _unhook(self) -> None:
+        for hook in [*self._hooks, *([self._first_pass] if self._first_pass else [])]:
+            hook.remove()
+        self._hooks, self._first_pass, self._deciding = [], None, None
+
     def remove(self) -> None:
         """Take the hooks off the base."""
+        self._unhook()
         for handle in self._handles:
             handle.remove()
 
@@ -60,17 +111,22 @@ class Engine:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         kwargs = dict(kwargs)
         given = kwargs.pop("route", None)
+        self._deciding = None
         call = read_call(self._names, args, kwargs)
         past = self._history(call, routed=given is None and self.mode == AUTO)
-        routed, stages = self._decide(call, given, past)
-        ranges = layer_ranges(routed.route.groups, self.context.n_layers, self._ranges())
-        # nothing to add: the base's modules run alone and the result is theirs bit for bit
-        plain = self.mode == OFF if given is None else _all_base(given)
-        self.context.set(None if plain else routed.route, ranges, call.keep, call.ids.device)
+        running = _Running(call, past, route=self._given(call, given))
+        if running.route is None:
+            self._begin(running, args, kwargs)
+        else:
+            # nothing to add: the base's modules run alone and the result is theirs bit for bit
+            plain = self.mode == OFF if given is None else _all_base(given)
+            ranges = None if self.router is None else self.router.group_ranges
+            layers = layer_ranges(running.route.groups, self.context.n_layers, ranges)
+            self.context.set(None if plain else running.route, layers, call.keep, call.ids.device)
         self.context.active = True
         if torch.is_grad_enabled() and module.training and _checkpoints(module):
             self.context.pending += 1
-        self._running = (call, past, routed, stages)
+        self._running = running
         return args, kwargs
 
     def _history(self, call: Call, *, routed: bool) -> RouterState | None:
@@ -99,30 +155,45 @@ class Engine:
             )
         return RouterState.unknown(self, call.batch, call.past, call.ids.device)
 
-    def _decide(
-        self, call: Call, given: Route | None, past: RouterState | None
-    ) -> tuple[Routed, list[dict[str, Tensor]] | None]:
+    def _given(self, call: Call, given: Route | None) -> Route | None:
+        """The route that came with the call or that all tokens take; None where the router is to decide."""
         if given is not None:
             self._check_route(given, call)
-            return self._routed(call, given), None
-        if self.mode != AUTO:
-            chosen = self.chosen if self.mode != OFF else BASE
-            device = call.ids.device
-            return self._routed(call, Route.constant([chosen], [1.0], call.batch, call.length, device)), None
-        if self.router is None:
+            return given
+        if self.mode == AUTO:
+            return None
+        chosen = self.chosen if self.mode != OFF else BASE
+        return Route.constant([chosen], [1.0], call.batch, call.length, call.ids.device)
+
+    def _begin(self, running: _Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have the router decide what it can before the forward, and plan it."""
+        call, past, router = running.call, running.past, self.router
+        if router is None:
             raise InputError(
                 "no router decides which adapter a token takes",
                 "give route=, choose an adapter with only(), or run: molora train-router BUNDLE ...",
             )
-        if not call.has_ids:
+        if not call.has_ids and router.needs_ids:
             raise InputError(
                 "the router reads token ids, but only inputs_embeds were given",
                 "give input_ids, or the routes themselves with route=",
             )
         before = self._stages(call, past)
-        with torch.no_grad():
-            decision, after = self.router.decide(call.ids, call.mask, before)
-        return self._routed(call, decision.route, decision.scores, decision.experts), after
+        seen: dict[int, Tensor] = {}
+        if self._first_pass is not None:
+            seen, running.first = self._first_pass.run(call, past, args, kwargs)
+        with router.gradients():
+            deciding = router.begin(call.ids, call.mask, before)
+            for layer, hidden in seen.items():
+                deciding.tap(layer, hidden)
+            self.context.set(None, [], call.keep, call.ids.device)
+            for group in deciding.ready:
+                self._plan(deciding, group)
+        running.deciding = self._deciding = deciding
+
+    def _plan(self, deciding: Deciding, group: int) -> None:
+        layers = deciding.stack.group_ranges[group]
+        self.context.set_group(layers, deciding.group(group))
 
     def _stages(self, call: Call, past: RouterState | None) -> list[dict[str, Tensor]]:
         """The router's running state before the call's first token, recomputed from the ids where the cache
@@ -132,13 +203,15 @@ class Engine:
             return self.router.start(call.batch)
         if past.stages is not None and past.router is self.router:
             return past.stages
+        if not self.router.needs_ids:
+            return self.router.start(past.batch)
         if not past.complete:
             raise InputError(
                 "the cache holds tokens whose ids the router never saw (inputs_embeds, or another model's)",
                 "start with an empty cache, or keep giving route=",
             )
         with torch.no_grad():
-            return self.router.decide(past.ids, past.mask, self.router.start(past.batch))[1]
+            return self.router.begin(past.ids, past.mask, self.router.start(past.batch)).after
 
     def _check_route(self, route: Route, call: Call) -> None:
         shape = tuple(route.indices.shape[:2])
@@ -156,17 +229,25 @@ class Engine:
                 f"use -1 for the base and 0 to {len(self.adapters) - 1} for {', '.join(self.adapters)}",
             )
 
-    def _ranges(self) -> list[tuple[int, int]] | None:
-        return None if self.router is None else list(self.router.group_ranges)
+    # -- while it runs -------------------------------------------------------
+    def _at_layer(self, layer: int, hidden: Tensor) -> None:
+        """hidden (B, T, d): the input of a layer that the router reads. Plans the layers decided from it."""
+        deciding = self._deciding
+        if deciding is None:  # a route was given, or this is a first pass
+            return
+        with deciding.stack.gradients():
+            for group in deciding.tap(layer, hidden):
+                self._plan(deciding, group)
 
-    def _routed(
-        self, call: Call, route: Route, scores: Tensor | None = None, experts: tuple[str, ...] = ()
-    ) -> Routed:
-        meta = [*self.meta.items()]
-        if scores is not None and self.router is not None:  # the router decided, and cut the layers
-            meta += [("router", self.router.spec.kind)]
-            meta += [("groups", [list(layers) for layers in self.router.group_ranges])]
-        return Routed(call.ids, call.mask, route.grouped, self.adapters, scores, tuple(experts), tuple(meta))
+    def _at_module(self, module: RoutedModule, x: Tensor) -> None:
+        """x (B, T, in) or (B*T, in): the input of a routed module. Plans that module alone."""
+        deciding = self._deciding
+        if deciding is None:
+            return
+        with deciding.stack.gradients():
+            route = deciding.ask(module.path, module.layer, x)
+            if route is not None:
+                self.context.set_group((module.layer, module.layer + 1), route)
 
     # -- after the forward ---------------------------------------------------
     def _after(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
@@ -174,13 +255,38 @@ class Engine:
         self.context.active = False
         if running is None or output is None:  # the forward, or the hook before it, has failed
             return output
-        call, past, routed, stages = running
+        call = running.call
+        routed, stages = self._routed(running)
         cache = call.cache if call.cache is not None else _cache_in(output)
         if cache is not None:
-            before = past if past is not None else RouterState(self, call.batch, call.ids.device)
-            route = routed.route
-            bind(cache, before.extended(call.ids, call.mask, route, routed.scores, stages, self.router))
+            before = running.past or RouterState(self, call.batch, call.ids.device)
+            state = before.extended(call.ids, call.mask, routed.route, routed.scores, stages, self.router)
+            state.first = running.first
+            bind(cache, state)
         return add_trace(output, routed)
+
+    def _routed(self, running: _Running) -> tuple[Routed, list[dict[str, Tensor]] | None]:
+        """What the call decided, and the router's state after it."""
+        call, meta = running.call, [*self.meta.items()]
+        if running.deciding is None:
+            assert running.route is not None
+            route = running.route.grouped
+            return Routed(call.ids, call.mask, route, self.adapters, meta=tuple(meta)), None
+        deciding = running.deciding
+        decision, stack = deciding.decision(), deciding.stack
+        # the router decided, and cut the layers
+        meta += [("router", stack.spec.kind)]
+        meta += [("groups", [list(layers) for layers in stack.group_ranges])]
+        routed = Routed(
+            call.ids,
+            call.mask,
+            decision.route,
+            self.adapters,
+            decision.scores,
+            decision.experts,
+            tuple(meta),
+        )
+        return routed, deciding.after
 
 
 def _all_base(route: Route) -> bool:

@@ -24,12 +24,14 @@ class RouterState:
     was decided; the base fills up where blocks differ in k. scores: (B, P, G, E), or None where some block
     was not scored. stages: the router's running state after these tokens, or None where it has to be computed
     from `ids` first. owner: whose routes these are (the engine of one routed model). router: whose `stages`.
+    first: keys and values of the base alone, for routers that read a first pass; None = to be computed again.
     """
 
     def __init__(self, owner: object, batch: int, device: torch.device) -> None:
         self.owner = owner
         self.router: object = None
         self.stages: list[State] | None = None
+        self.first: Cache | None = None
         self._device = device
         self._clear(batch)
 
@@ -40,6 +42,7 @@ class RouterState:
         self.gates = torch.zeros(batch, 0, 1, 1, device=self._device)
         self.scores: Tensor | None = None
         self.stages = None
+        self.first = None
 
     @classmethod
     def unknown(cls, owner: object, batch: int, length: int, device: torch.device) -> RouterState:
@@ -87,23 +90,32 @@ class RouterState:
                 new.scores = scores
             elif self.scores is not None and self.scores.shape[2:] == scores.shape[2:]:
                 new.scores = torch.cat([self.scores, scores], dim=1)
-        new.stages, new.router = stages, router
+        new.stages, new.router, new.first = stages, router, None
         return new
 
     # -- what happens to the cache ------------------------------------------
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order (beams, or a smaller batch). rows: (B',) int64."""
         self._each(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+        if self.first is not None:
+            self.first.batch_select_indices(rows)
 
     def repeat(self, times: int) -> None:
         """Each row `times` in a row."""
         self._each(lambda tensor: tensor.repeat_interleave(times, dim=0))
+        if self.first is not None:
+            self.first.batch_repeat_interleave(times)
 
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on. Running averages cannot be taken back: they are
         recomputed."""
         if length >= self.length:
             return
+        if self.first is not None:
+            try:
+                self.first.crop(length - self.length)  # negative: that many from the end, in every version
+            except RuntimeError:  # sliding windows and recurrent states cannot go back
+                self.first = None
         self.stages = None
         self._each(lambda tensor: tensor[:, :length])
 
@@ -123,6 +135,7 @@ class RouterState:
         new = copy.copy(self)
         memo[id(self)] = new
         new._each(torch.clone)
+        new.first = copy.deepcopy(self.first, memo)
         return new
 
 

@@ -2,7 +2,9 @@
 
 A bundle's router is an ordered list of stages (rules first, the gate last). Each stage is built from its spec
 (the JSON header of router.safetensors, see `spec`) and its tensors by the class registered for its kind; the
-reader knows no kind by itself. A stage that decides from token ids alone implements `IdStage`.
+reader knows no kind by itself. A stage that decides from token ids alone implements `IdStage`, one that reads
+hidden states while the base's forward runs `LiveStage`. The `groups` of a stage are the layers it decides; for
+each token and layer the first stage that decides wins, and layers that no stage names take the base.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = [
     "BASE_EXPERT",
     "IdStage",
+    "LiveStage",
     "Scores",
+    "Stage",
     "State",
     "Surroundings",
     "kind_class",
@@ -61,12 +65,9 @@ class Surroundings:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-class IdStage(ABC):
-    """A stage that reads token ids only: its route is known before the forward and needs no base.
-
-    Arithmetic is float64, so that a full, a chunked and a cached run agree on every route. `tunable`: whether
-    k and temperature may be changed at run time; a stage that states gates outright says no.
-    """
+class Stage(ABC):
+    """What all stages share. `tunable`: whether k and temperature may be changed at run time; a stage that
+    states gates outright says no."""
 
     kind: ClassVar[str]
     needs_embedding: ClassVar[bool] = False
@@ -85,6 +86,11 @@ class IdStage(ABC):
         return max(1, len(self.spec.groups))
 
     @property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """[first, end) of each of its layer groups; one group is all layers where the spec names none."""
+        return tuple((a, b) for a, b in self.spec.groups) or ((0, self.around.n_layers),)
+
+    @property
     def abstains(self) -> bool:
         """Whether some tokens may be left to the stages after this one."""
         return False
@@ -92,6 +98,13 @@ class IdStage(ABC):
     def start(self, batch: int) -> State:
         """State before the first token: tensors whose first dimension is the batch."""
         return {}
+
+
+class IdStage(Stage):
+    """A stage that reads token ids only: its route is known before the forward and needs no base.
+
+    Arithmetic is float64, so that a full, a chunked and a cached run agree on every route.
+    """
 
     @abstractmethod
     def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
@@ -103,7 +116,49 @@ class IdStage(ABC):
         """
 
 
-_KINDS: dict[str, type[IdStage]] = {}
+class LiveStage(Stage):
+    """A stage that reads the base's hidden states, one token at a time, while its forward runs.
+
+    A group is decided from the input of its first layer, before that layer runs. `first_pass`: it reads a
+    forward of the base alone that goes before the routed one, and all its groups are decided from the one
+    layer in `taps`. `per_module`: it is asked in front of every routed module instead, with that module's
+    input; its groups are what a trace shows. Running state is not its own: what it reads at a token depends on
+    the past through the base's keys and values alone.
+
+    The same token has hidden states that differ in the last bits between a full and a cached run, so two
+    experts whose scores differ by no more than that can change places between the two. Heads compute in
+    float64, so that nothing is added to the difference.
+    """
+
+    first_pass: ClassVar[bool] = False
+    per_module: ClassVar[bool] = False
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers whose input it reads, ascending; the number of layers = what the last layer gives."""
+        return tuple(first for first, _ in self.layers)
+
+    @property
+    def prior(self) -> str | None:
+        """Kind of the stage on token ids whose scores it reads beside the hidden state, None = of none."""
+        return None
+
+    def score_module(self, path: str, x: Tensor) -> Scores:
+        """For `per_module` stages: scores (B, T, 1, E) for the routed module at `path` from its input x (B, T,
+        in)."""
+        raise NotImplementedError
+
+    def score(self, tap: int, hidden: Tensor, mask: Tensor, prior: Tensor | None) -> Scores:
+        """Scores of the group that begins at `tap` (of all groups for `first_pass`), logp (B, T, 1, E).
+
+        hidden (B, T, d), the input of layer `tap`, in the base's dtype; mask (B, T) bool; prior (B, T, E)
+        float64 log-probabilities over this stage's experts, not below -12, where `prior` names a stage.
+        Differentiable in hidden, prior and its own parameters.
+        """
+        raise NotImplementedError
+
+
+_KINDS: dict[str, type[Stage]] = {}
 # Where the kinds of this molora live; a module registers its kinds when it is imported.
 _HOMES = {
     "fixed": "molora_cli.core.router.constant",
@@ -112,7 +167,7 @@ _HOMES = {
     "centroid": "molora_cli.core.router.centroid",
     "context": "molora_cli.core.router.context",
 }
-T = TypeVar("T", bound=type[IdStage])
+T = TypeVar("T", bound=type[Stage])
 
 
 def register_kind(cls: T) -> T:
@@ -121,7 +176,7 @@ def register_kind(cls: T) -> T:
     return cls
 
 
-def kind_class(kind: str) -> type[IdStage]:
+def kind_class(kind: str) -> type[Stage]:
     """The class of a kind. Raises InputError for a kind this molora does not know."""
     if kind not in _KINDS and kind in _HOMES:
         importlib.import_module(_HOMES[kind])

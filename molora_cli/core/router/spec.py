@@ -32,7 +32,7 @@ class StageSpec(BaseModel):
     kind: str
     input: str = "ids"
     experts: list[str]
-    # [first, end) layer ranges from the input up; empty = one group, all layers
+    # [first, end) layer ranges from the input up that this stage decides; empty = one group, all layers
     groups: list[tuple[int, int]] = Field(default_factory=list)
     k: int = 1
     temperature: float = 1.0
@@ -119,9 +119,9 @@ def check_spec(spec: RouterSpec, where: str) -> None:
             _bad(where, f"{name} has margin {stage.margin}; it must be 0 or more")
         if len(stage.groups) > _MANY:
             _bad(where, f"{name} has {len(stage.groups)} layer groups")
-        end = 0
+        end = stage.groups[0][0] if stage.groups else 0
         for first, after in stage.groups:
-            if first != end or after <= first:
+            if first != end or first < 0 or after <= first:
                 _bad(where, f"{name} has layer groups {shorten(str(stage.groups))}, with a gap or an overlap")
             end = after
 
@@ -139,14 +139,16 @@ def check_experts(spec: RouterSpec, adapters: Sequence[str], where: str = "the r
 
 
 def check_layers(spec: RouterSpec, n_layers: int, where: str = "the router") -> None:
-    """Layer groups cover all layers of the base. Raises InputError."""
-    for stage in spec.stages:
-        if stage.groups and stage.groups[-1][1] != n_layers:
-            raise InputError(
-                f"the layer groups of {where} ({shorten(stage.kind, 40)}) end at layer "
-                f"{stage.groups[-1][1]}, the base has {n_layers} layers",
-                "use the base that the router was made for, or attach or train another router",
-            )
+    """Layer groups end with the base's last layer (a stage may leave layers to the others). Raises
+    InputError."""
+    ends = [stage.groups[-1][1] if stage.groups else n_layers for stage in spec.stages]
+    last = max(range(len(ends)), key=ends.__getitem__)
+    if ends[last] != n_layers:
+        raise InputError(
+            f"the layer groups of {where} ({shorten(spec.stages[last].kind, 40)}) end at layer {ends[last]}, "
+            f"the base has {n_layers} layers",
+            "use the base that the router was made for, or attach or train another router",
+        )
 
 
 def _header_text(path: Path) -> str:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from molora_cli.core.routed.route import BASE, Route
+from molora_cli.core.routed.route import BASE
+from molora_cli.core.router.deciding import MODULES, Deciding, Decision
 from molora_cli.core.router.files import load_tensors, stage_tensors
-from molora_cli.core.router.kinds import BASE_EXPERT, IdStage, Scores, State, Surroundings, kind_class
+from molora_cli.core.router.kinds import (
+    BASE_EXPERT,
+    IdStage,
+    LiveStage,
+    Stage,
+    State,
+    Surroundings,
+    kind_class,
+)
 from molora_cli.core.router.spec import ROUTER_FILE, RouterSpec, check_experts, check_layers
-from molora_cli.errors import InputError, MoloraError
+from molora_cli.errors import InputError
 
 if TYPE_CHECKING:
     from molora_cli.core.bundle.store import Bundle
@@ -23,23 +33,9 @@ if TYPE_CHECKING:
 _GRID = 2.0**-30
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The routes of a block of tokens and the scores behind them.
-
-    route: (B, T, G, k), indices into the bundle's adapters, -1 = base; padding gets -1 and gate 0.
-    scores: (B, T, G, E) float64 log-probabilities over `experts` by the stage that decided, before
-    temperature and muting; -inf for an expert that this stage does not know. A token that no stage decided
-    has 0 for the base; padding has -inf everywhere.
-    """
-
-    route: Route
-    scores: Tensor
-    experts: tuple[str, ...]
-
-
 class RouterStack:
-    """Stages in order; for each token the first stage that decides it wins, and the base takes the rest.
+    """Stages in order; for each token and layer the first stage that decides wins, and the base takes the
+    rest.
 
     k and temperature: None = what each stage's spec says; a number set here wins for every tunable stage.
     muted: adapters (or "__base__") that no token may take; where a stage has nothing else the base is taken.
@@ -57,7 +53,7 @@ class RouterStack:
         if self.device.type == "mps":  # has no float64
             self.device = torch.device("cpu")
         around = replace(around, device=self.device)
-        self.stages: list[IdStage] = []
+        self.stages: list[Stage] = []
         for index, stage in enumerate(spec.stages):
             if stage.margin > 0:
                 raise InputError(
@@ -67,16 +63,22 @@ class RouterStack:
                 )
             own = {name: t.to(self.device) for name, t in stage_tensors(tensors, index).items()}
             self.stages.append(kind_class(stage.kind)(stage, own, around))
-        self.group_ranges = _group_ranges(self.stages, around.n_layers)
+        self.group_ranges = _group_ranges(self.stages)
+        # per group: (stage, its own group) of the stages that know its layers, in order
+        self.covering = [_covering(self.stages, first) for first, _ in self.group_ranges]
+        self.waits = [self._wait(covering) for covering in self.covering]
+        self.priors = [self._prior_of(stage) for stage in self.stages]
         self.experts = self._all_experts()
         column = {name: i for i, name in enumerate(self.experts)}
-        self._columns = [
+        self.columns = [
             torch.tensor([column[e] for e in stage.experts], device=self.device) for stage in self.stages
         ]
         place = {BASE_EXPERT: BASE, **{name: i for i, name in enumerate(self.adapters)}}
         self._places = [
             torch.tensor([place[e] for e in stage.experts], device=self.device) for stage in self.stages
         ]
+        # whether gates carry gradients to the live stages' parameters (training through the base's loss)
+        self.differentiable = False
         self._k: int | None = None
         self._temperature: float | None = None
         self._muted: frozenset[str] = frozenset()
@@ -86,6 +88,16 @@ class RouterStack:
     def groups(self) -> int:
         """Number of layer groups of a route."""
         return len(self.group_ranges)
+
+    @property
+    def live(self) -> list[LiveStage]:
+        """The stages that read hidden states: with one of them a route is known only as the base runs."""
+        return [stage for stage in self.stages if isinstance(stage, LiveStage)]
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether some stage reads token ids."""
+        return any(isinstance(stage, IdStage) for stage in self.stages)
 
     @property
     def k(self) -> int:
@@ -123,53 +135,42 @@ class RouterStack:
         self._muted = wanted
 
     # -- routing ------------------------------------------------------------
+    def gradients(self) -> torch.set_grad_enabled:
+        """The context that its stages run in."""
+        return torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled())
+
     def start(self, batch: int) -> list[State]:
         """State before the first token, one entry per stage; every tensor's first dimension is the batch."""
         return [stage.start(batch) for stage in self.stages]
 
-    def decide(self, ids: Tensor, mask: Tensor | None, state: list[State]) -> tuple[Decision, list[State]]:
-        """Routes of the next block of tokens, and the state after it; `state` is left unchanged.
+    def begin(self, ids: Tensor, mask: Tensor | None, state: list[State]) -> Deciding:
+        """The decision about the next block of tokens as far as token ids tell it; `state` is left unchanged.
 
-        ids (B, T) integers; mask (B, T) bool, False = padding, None = none. The route is on the device of
-        ids, scores and state are on the router's.
+        ids (B, T) integers; mask (B, T) bool, False = padding, None = none. The base's forward gives what
+        live stages read. Routes are on the device of ids, scores and state on the router's.
         """
-        where = ids.device
-        ids = ids.to(self.device, torch.int64)
-        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(self.device, torch.bool)
-        batch, length = ids.shape
-        shape = (batch, length, self.groups)
-        indices = torch.full((*shape, self.k), BASE, device=self.device)
-        gates = torch.zeros((*shape, self.k), dtype=torch.float64, device=self.device)
-        scores = torch.full((*shape, len(self.experts)), -torch.inf, dtype=torch.float64, device=self.device)
-        open_ = real  # (B, T) tokens that no stage has decided yet
-        after: list[State] = []
-        for number, stage in enumerate(self.stages):
-            said, new_state = stage.score(ids, real, state[number])
-            after.append(new_state)
-            logp = self._checked(said, stage, shape)
-            taken = open_ if said.decided is None else open_ & said.decided
-            chosen, weights = self._choose(logp, number)
-            here = taken[:, :, None, None]
-            width = chosen.shape[-1]
-            indices[..., :width] = torch.where(here, chosen, indices[..., :width])
-            gates[..., :width] = torch.where(here, weights, gates[..., :width])
-            columns = self._columns[number]
-            scores[..., columns] = torch.where(here, logp, scores[..., columns])
-            open_ = open_ & ~taken
-        if BASE_EXPERT in self.experts:
-            left = open_[:, :, None].expand(shape)
-            scores[..., self.experts.index(BASE_EXPERT)][left] = 0.0
-            gates[..., 0][left] = 1.0
-        route = Route(indices.to(where), gates.to(torch.float32).to(where))
-        return Decision(route, scores, self.experts), after
+        return Deciding(self, ids, mask, state)
 
-    def _stage_k(self, stage: IdStage) -> int:
+    def decide(self, ids: Tensor, mask: Tensor | None, state: list[State]) -> tuple[Decision, list[State]]:
+        """Routes of the next block of tokens, and the state after it. Arguments as for `begin`.
+
+        Raises InputError where a stage reads hidden states.
+        """
+        if self.live:
+            raise InputError(
+                f"a {self.spec.kind} router reads hidden states: token ids alone give no route",
+                "run the base too: load the bundle and call the model, or molora inspect with --base PATH",
+            )
+        deciding = self.begin(ids, mask, state)
+        return deciding.decision(), deciding.after
+
+    def _stage_k(self, stage: Stage) -> int:
         wanted = self._k if self._k is not None and stage.tunable else stage.spec.k
         return min(wanted, len(stage.experts))
 
-    def _choose(self, logp: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """(B, T, G, E) scores -> adapter indices and gates (B, T, G, k): softmax over the k best, ties to the
-        first expert. A choice that scores -inf is the base at gate 0."""
+    def choose(self, logp: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """(..., E) scores of stage `number` -> adapter indices and gates (..., k): softmax over the k best,
+        ties to the first expert. A choice that scores -inf is the base at gate 0. Differentiable in logp."""
         stage = self.stages[number]
         temperature = stage.spec.temperature
         if self._temperature is not None and stage.tunable:
@@ -181,7 +182,7 @@ class RouterStack:
             scores[..., silent] = -torch.inf
         order = (scores / _GRID).round().sort(dim=-1, descending=True, stable=True).indices
         best = order[..., : self._stage_k(stage)]
-        top = scores.gather(-1, best)  # (B, T, G, k)
+        top = scores.gather(-1, best)  # (..., k)
         possible = top > -torch.inf
         indices = torch.where(possible, self._places[number][best], BASE)
         # nothing left to take: the base, at gate 1
@@ -190,24 +191,34 @@ class RouterStack:
         gates = torch.softmax(top, dim=-1)
         return indices, gates
 
-    def _checked(self, said: Scores, stage: IdStage, shape: tuple[int, int, int]) -> Tensor:
-        """The stage's scores, (B, T, G or 1, E), spread over the router's groups."""
-        batch, length, groups = shape
-        wanted = (batch, length, stage.groups, len(stage.experts))
-        if tuple(said.logp.shape) != wanted:
-            raise MoloraError(
-                f"a router stage of kind '{stage.kind}' gave scores {tuple(said.logp.shape)}, not {wanted}"
-            )
-        if said.decided is not None and not stage.abstains:
-            raise MoloraError(
-                f"a router stage of kind '{stage.kind}' left tokens undecided and did not say so"
-            )
-        return said.logp.to(torch.float64).expand(batch, length, groups, -1)
+    def _wait(self, covering: Sequence[tuple[int, int]]) -> int | None:
+        """The layer whose input the group waits for, MODULES, or None = known before the forward."""
+        taps = []
+        for number, own in covering:
+            stage = self.stages[number]
+            if isinstance(stage, LiveStage):
+                if stage.per_module:
+                    return MODULES
+                taps.append(stage.taps[0] if stage.first_pass else stage.layers[own][0])
+        return max(taps, default=None)
+
+    def _prior_of(self, stage: Stage) -> int | None:
+        """The stage on token ids whose scores a live stage reads. Raises InputError where there is none."""
+        kind = stage.prior if isinstance(stage, LiveStage) else None
+        if kind is None:
+            return None
+        for number, other in enumerate(self.stages):
+            if other.kind == kind and isinstance(other, IdStage):
+                return number
+        raise InputError(
+            f"the router's {stage.kind} stage reads the scores of a {kind} stage, and there is none",
+            "attach or train the router again",
+        )
 
     def _all_experts(self) -> tuple[str, ...]:
         """Columns of the scores: experts of all stages in order of appearance; the base where it is used."""
         names = [name for stage in self.stages for name in stage.experts]
-        if all(stage.abstains for stage in self.stages):
+        if any(all(self.stages[n].abstains for n, _ in group) for group in self.covering):
             names.append(BASE_EXPERT)
         return tuple(dict.fromkeys(names))
 
@@ -220,17 +231,17 @@ def load_router(bundle: Bundle, around: Surroundings) -> RouterStack | None:
     return RouterStack(spec, load_tensors(bundle.path / ROUTER_FILE), around, bundle.adapters)
 
 
-def _group_ranges(stages: Sequence[IdStage], n_layers: int) -> list[tuple[int, int]]:
-    """The layer groups that every stage fits: one for all layers, or those of stages with several."""
-    found: list[tuple[int, int]] | None = None
-    for stage in stages:
-        own = [(first, end) for first, end in stage.spec.groups]
-        if len(own) < 2:
-            continue
-        if found is not None and own != found:
-            raise InputError(
-                f"two router stages cut the layers differently: {found} and {own}",
-                "give both stages the same layer groups",
-            )
-        found = own
-    return found or [(0, n_layers)]
+def _group_ranges(stages: Sequence[Stage]) -> list[tuple[int, int]]:
+    """The coarsest layer groups that fit into every stage's own; layers that no stage names are in none."""
+    edges = sorted({edge for stage in stages for layers in stage.layers for edge in layers})
+    return [pair for pair in itertools.pairwise(edges) if _covering(stages, pair[0])]
+
+
+def _covering(stages: Sequence[Stage], layer: int) -> list[tuple[int, int]]:
+    """(number of the stage, its own group) of the stages that decide a layer, in order."""
+    return [
+        (number, own)
+        for number, stage in enumerate(stages)
+        for own, (first, end) in enumerate(stage.layers)
+        if first <= layer < end
+    ]

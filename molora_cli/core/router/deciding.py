@@ -1,0 +1,219 @@
+"""One block of tokens on its way through a router's stages: some groups of layers before the base's forward,
+the others while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from molora_cli.core.routed.route import BASE, Route
+from molora_cli.core.router.kinds import BASE_EXPERT, IdStage, LiveStage, Scores, Stage, State
+from molora_cli.errors import MoloraError
+
+if TYPE_CHECKING:
+    from molora_cli.core.router.stack import RouterStack
+
+MODULES = -1  # a group that waits for the input of each routed module, not of a layer
+_FLOOR = -12.0  # least log-probability of another stage that a live stage reads: -inf would spoil its sums
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The routes of a block of tokens and the scores behind them.
+
+    route: (B, T, G, k), indices into the bundle's adapters, -1 = base; padding gets -1 and gate 0.
+    scores: (B, T, G, E) float64 log-probabilities over `experts` by the stage that decided, before
+    temperature and muting; -inf for an expert that this stage does not know. A token that no stage decided
+    has 0 for the base; padding has -inf everywhere.
+    """
+
+    route: Route
+    scores: Tensor
+    experts: tuple[str, ...]
+
+
+class Deciding:
+    """The decision for ids (B, T) with mask (B, T), None = no padding, after `state`, one entry per stage.
+
+    `after`: the state after the block. `ready`: groups that are decided, in order. Groups of live stages
+    follow with `tap`, and `decision` is there once all are. Raises MoloraError for scores of a wrong shape.
+    """
+
+    def __init__(self, stack: RouterStack, ids: Tensor, mask: Tensor | None, state: list[State]) -> None:
+        self.stack = stack
+        self.where = ids.device
+        ids = ids.to(stack.device, torch.int64)
+        everything = torch.ones_like(ids, dtype=torch.bool)
+        self.real = everything if mask is None else mask.to(stack.device, torch.bool)  # (B, T)
+        self._said: list[Scores | None] = [None] * len(stack.stages)
+        self.after: list[State] = []
+        for number, stage in enumerate(stack.stages):
+            said, new_state = None, state[number]
+            if isinstance(stage, IdStage):
+                found, new_state = stage.score(ids, self.real, state[number])
+                said = self._checked(found, stage)
+            self._said[number] = said
+            self.after.append(new_state)
+        self._found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        # per layer group of a per-module stage: sums over its modules of gates (B, T, 1 + adapters) and of
+        # probabilities (B, T, E), and how many they are
+        self._sums: dict[int, tuple[Tensor, Tensor, int]] = {}
+        for group, tap in enumerate(stack.waits):
+            if tap is None:
+                self._resolve(group)
+
+    @property
+    def ready(self) -> list[int]:
+        """Groups that are decided."""
+        return sorted(self._found)
+
+    def tap(self, layer: int, hidden: Tensor) -> list[int]:
+        """Decide what waits for hidden (B, T, d), the input of `layer`; returns the groups decided now.
+
+        Called again with the same layer (a layer runs twice under activation checkpointing) it decides the
+        same groups again.
+        """
+        for number, stage in enumerate(self.stack.stages):
+            if isinstance(stage, LiveStage) and not stage.per_module and layer in stage.taps:
+                said = stage.score(layer, hidden.to(self.stack.device), self.real, self._prior(number))
+                own = 0 if stage.first_pass else [first for first, _ in stage.layers].index(layer)
+                self._said[number] = self._placed(self._checked(said, stage, 1), number, own)
+        now = [group for group, tap in enumerate(self.stack.waits) if tap == layer]
+        for group in now:
+            self._resolve(group)
+        return now
+
+    def ask(self, path: str, layer: int, x: Tensor) -> Route | None:
+        """The route (B, T, 1, k) of one routed module from its input x (B, T, in) or (B*T, in); None where no
+        stage goes by modules there."""
+        stack = self.stack
+        group = next((g for g, (a, b) in enumerate(stack.group_ranges) if a <= layer < b), None)
+        if group is None or stack.waits[group] != MODULES:
+            return None
+        for number, own in stack.covering[group]:
+            stage = stack.stages[number]
+            if isinstance(stage, LiveStage) and stage.per_module:
+                hidden = x.to(stack.device).reshape(*self.real.shape, x.shape[-1])
+                said = self._checked(stage.score_module(path, hidden), stage, 1)
+                self._said[number] = Scores(said.logp.expand(-1, -1, stage.groups, -1), said.decided)
+        self._resolve(group)
+        route = self.group(group)
+        self._add(group)
+        return route
+
+    def _add(self, group: int) -> None:
+        indices, gates, scores = self._found[group]
+        dense = gates.new_zeros(*gates.shape[:2], len(self.stack.adapters) + 1)
+        dense = dense.scatter_add(-1, indices + 1, gates)
+        chance = scores.exp()
+        if group in self._sums:
+            before, other, count = self._sums[group]
+            self._sums[group] = (before + dense, other + chance, count + 1)
+        else:
+            self._sums[group] = (dense, chance, 1)
+
+    def _mean(self, group: int) -> None:
+        """What a trace shows of a layer whose modules chose apart: the k adapters of the largest mean gate."""
+        dense, chance, count = self._sums[group]
+        gates, slots = (dense / count).topk(min(self.stack.k, dense.shape[-1]), dim=-1)
+        pad = self.stack.k - gates.shape[-1]
+        indices = torch.where(gates > 0, slots - 1, BASE)
+        self._found[group] = (
+            torch.nn.functional.pad(indices, (0, pad), value=BASE),
+            torch.nn.functional.pad(gates, (0, pad)),
+            (chance / count).log(),
+        )
+
+    def group(self, group: int) -> Route:
+        """The route of one decided group, (B, T, 1, k), on the device of ids."""
+        indices, gates, _ = self._found[group]
+        return Route(indices.unsqueeze(2).to(self.where), gates.unsqueeze(2).float().to(self.where))
+
+    def decision(self) -> Decision:
+        """All groups. Raises MoloraError where one was never decided: a layer did not run."""
+        for group in self._sums:
+            self._mean(group)
+        missing = [g for g in range(self.stack.groups) if g not in self._found]
+        if missing:
+            first, end = self.stack.group_ranges[missing[0]]
+            raise MoloraError(
+                f"the router never saw the input of layer {first}, so layers {first} to {end - 1} have no "
+                "route",
+                "the base must run all its layers in order; use a router on token ids with this one",
+            )
+        indices, gates, scores = (
+            torch.stack([self._found[g][part] for g in range(self.stack.groups)], dim=2) for part in range(3)
+        )
+        route = Route(indices.to(self.where), gates.to(torch.float32).to(self.where))
+        return Decision(route, scores, self.stack.experts)
+
+    def _prior(self, number: int) -> Tensor | None:
+        """(B, T, E) log-probabilities of the stage that stage `number` reads, in the order of its experts."""
+        source = self.stack.priors[number]
+        if source is None:
+            return None
+        said = self._said[source]
+        assert said is not None  # a stage on ids
+        from_, to = self.stack.stages[source], self.stack.stages[number]
+        columns = [from_.experts.index(e) if e in from_.experts else -1 for e in to.experts]
+        prior = said.logp[:, :, -1, columns].clamp(min=_FLOOR)
+        absent = [i for i, column in enumerate(columns) if column < 0]
+        prior[..., absent] = _FLOOR
+        return prior
+
+    def _placed(self, said: Scores, number: int, own: int) -> Scores:
+        """The scores of a live stage's group, kept among those of its other groups."""
+        stage, before = self.stack.stages[number], self._said[number]
+        if stage.groups == 1:
+            return said
+        logp = torch.zeros_like(said.logp).expand(-1, -1, stage.groups, -1) if before is None else before.logp
+        parts = list(logp.unbind(2))
+        parts[own] = said.logp[:, :, 0]
+        return Scores(torch.stack(parts, 2), said.decided)
+
+    def _resolve(self, group: int) -> None:
+        """Choose the experts of one group; the stages that know its layers are asked in order."""
+        stack = self.stack
+        batch, length = self.real.shape
+        device = stack.device
+        indices = torch.full((batch, length, stack.k), BASE, device=device)
+        gates = torch.zeros((batch, length, stack.k), dtype=torch.float64, device=device)
+        scores = torch.full(
+            (batch, length, len(stack.experts)), -torch.inf, dtype=torch.float64, device=device
+        )
+        open_ = self.real  # (B, T) tokens that no stage has decided yet
+        for number, own in stack.covering[group]:
+            said = self._said[number]
+            assert said is not None  # its tap is at or before the group's own
+            logp = said.logp[:, :, own]  # (B, T, E of the stage)
+            taken = open_ if said.decided is None else open_ & said.decided
+            chosen, weights = stack.choose(logp, number)
+            here = taken.unsqueeze(-1)
+            width = chosen.shape[-1]
+            if width == stack.k:
+                indices, gates = torch.where(here, chosen, indices), torch.where(here, weights, gates)
+            else:
+                indices[..., :width] = torch.where(here, chosen, indices[..., :width])
+                gates[..., :width] = torch.where(here, weights, gates[..., :width])
+            columns = stack.columns[number]
+            scores[..., columns] = torch.where(here, logp, scores[..., columns])
+            open_ = open_ & ~taken
+        if BASE_EXPERT in stack.experts:
+            scores[..., stack.experts.index(BASE_EXPERT)][open_] = 0.0
+            gates[..., 0][open_] = 1.0
+        self._found[group] = (indices, gates, scores)
+
+    def _checked(self, said: Scores, stage: Stage, groups: int | None = None) -> Scores:
+        wanted = (*self.real.shape, stage.groups if groups is None else groups, len(stage.experts))
+        if tuple(said.logp.shape) != wanted:
+            raise MoloraError(
+                f"a router stage of kind '{stage.kind}' gave scores {tuple(said.logp.shape)}, not {wanted}"
+            )
+        if said.decided is not None and not stage.abstains:
+            raise MoloraError(
+                f"a router stage of kind '{stage.kind}' left tokens undecided and did not say so"
+            )
+        return Scores(said.logp.to(torch.float64), said.decided)
