@@ -1,4 +1,4 @@
-"""Hooks on a base's decoder layers and routed modules, for routers that read hidden states as the base runs."""
+"""Hooks on a base's decoder layers and routed modules, for routers that read hidden states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ask = Callable[[RoutedModule, Tensor], None]
 
 
 def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
-    """The layers of the base's text decoder: its outermost list with as many modules as its config has layers.
+    """The layers of the base's text decoder: its outermost list of as many modules as the config has layers.
 
     Raises InputError where there is none.
     """

@@ -93,7 +93,7 @@ class Deciding:
         group = next((g for g, (a, b) in enumerate(stack.group_ranges) if a <= layer < b), None)
         if group is None or stack.waits[group] != MODULES:
             return None
-        for number, own in stack.covering[group]:
+        for number, _ in stack.covering[group]:
             stage = stack.stages[number]
             if isinstance(stage, LiveStage) and stage.per_module:
                 hidden = x.to(stack.device).reshape(*self.real.shape, x.shape[-1])
@@ -116,7 +116,7 @@ class Deciding:
             self._sums[group] = (dense, chance, 1)
 
     def _mean(self, group: int) -> None:
-        """What a trace shows of a layer whose modules chose apart: the k adapters of the largest mean gate."""
+        """What a trace shows of a layer whose modules chose apart: the k largest mean gates."""
         dense, chance, count = self._sums[group]
         gates, slots = (dense / count).topk(min(self.stack.k, dense.shape[-1]), dim=-1)
         pad = self.stack.k - gates.shape[-1]

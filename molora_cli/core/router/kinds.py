@@ -3,8 +3,8 @@
 A bundle's router is an ordered list of stages (rules first, the gate last). Each stage is built from its spec
 (the JSON header of router.safetensors, see `spec`) and its tensors by the class registered for its kind; the
 reader knows no kind by itself. A stage that decides from token ids alone implements `IdStage`, one that reads
-hidden states while the base's forward runs `LiveStage`. The `groups` of a stage are the layers it decides; for
-each token and layer the first stage that decides wins, and layers that no stage names take the base.
+hidden states while the base's forward runs `LiveStage`. The `groups` of a stage are the layers it decides:
+for each token and layer the first stage that decides wins, and layers that no stage names take the base.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class LiveStage(Stage):
     A group is decided from the input of its first layer, before that layer runs. `first_pass`: it reads a
     forward of the base alone that goes before the routed one, and all its groups are decided from the one
     layer in `taps`. `per_module`: it is asked in front of every routed module instead, with that module's
-    input; its groups are what a trace shows. Running state is not its own: what it reads at a token depends on
-    the past through the base's keys and values alone.
+    input; its groups are what a trace shows. It keeps no state: what it reads at a token depends on the past
+    through the base's keys and values alone.
 
     The same token has hidden states that differ in the last bits between a full and a cached run, so two
     experts whose scores differ by no more than that can change places between the two. Heads compute in
@@ -144,8 +144,8 @@ class LiveStage(Stage):
         return None
 
     def score_module(self, path: str, x: Tensor) -> Scores:
-        """For `per_module` stages: scores (B, T, 1, E) for the routed module at `path` from its input x (B, T,
-        in)."""
+        """For `per_module` stages: scores (B, T, 1, E) for the routed module at `path` from its input x
+        (B, T, in)."""
         raise NotImplementedError
 
     def score(self, tap: int, hidden: Tensor, mask: Tensor, prior: Tensor | None) -> Scores:
@@ -166,6 +166,11 @@ _HOMES = {
     "vocab": "molora_cli.core.router.vocab",
     "centroid": "molora_cli.core.router.centroid",
     "context": "molora_cli.core.router.context",
+    "sequence": "molora_cli.core.router.sequence",
+    "taps": "molora_cli.core.router.taps",
+    "layer": "molora_cli.core.router.taps",
+    "hidden": "molora_cli.core.router.taps",
+    "arrow": "molora_cli.core.router.arrow",
 }
 T = TypeVar("T", bound=type[Stage])
 
