@@ -45,7 +45,7 @@ def command(
         Names,
         typer.Option(
             help="vocab: NAME=RULE, say math=regex:^[0-9]+$; RULE is ids:1,2,5-9, range:1000-1999, "
-            "token:TEXT, regex:PATTERN or class:special, digit, space."
+            "token:TEXT, regex:PATTERN or class:special, digit, space, text, image, video, audio."
         ),
     ] = None,
     rest: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from molora_cli.core.base.structure import read_config
 from molora_cli.errors import InputError, MoloraError
 from molora_cli.text import shorten
 
@@ -58,6 +59,18 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
         ) from error
 
 
+def _auto_class(path: Path) -> Any:
+    """Causal LM, or the model of text and images that the folder was saved from (Chameleon, Emu3), which as a
+    causal LM would be refused, or lose the part that reads images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    config = read_config(path)
+    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(str(config.get("model_type")))
+    saved = config.get("architectures") or []
+    return AutoModelForImageTextToText if name in saved else AutoModelForCausalLM
+
+
 def load_base_model(
     path: Path, *, dtype: Any = "auto", device: str = "auto", trust_remote_code: bool = False
 ) -> tuple[Any, Any | None]:
@@ -68,7 +81,6 @@ def load_base_model(
     `trust_remote_code`. Raises InputError (needs remote code, cannot be loaded), MoloraError (out of memory).
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     place = pick_device(device)
@@ -77,7 +89,7 @@ def load_base_model(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = _auto_class(path).from_pretrained(
             str(path), dtype=kind, trust_remote_code=trust_remote_code, local_files_only=True
         )
         quantised = getattr(model, "is_quantized", False)

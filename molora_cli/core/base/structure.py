@@ -51,6 +51,8 @@ _NOT_MODULES = re.compile(r"(\.experts\.|\.block_sparse_moe\.|rotary_emb\.)")
 _POSITIONS = ("wpe", "embed_positions")
 # bitsandbytes stores a 4-bit weight flat, and beside it the text of its state
 _PACKED = ".quant_state.bitsandbytes__"
+# files of models of text and images name the decoder before its backbone; in memory it is the other way round
+_WRAPPED = re.compile(r"\A(language_model|text_model)\.(model|lm_head)(?=\.|\Z)")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|\Z)")
 
 
@@ -174,6 +176,10 @@ def _kind(module: str, model_type: str) -> str:
     return "conv1d" if model_type in _CONV1D_TYPES and last in _CONV1D_NAMES else "linear"
 
 
+def _unwrapped(match: re.Match[str]) -> str:
+    return match[2] if match[2] == "lm_head" else f"model.{match[1]}"
+
+
 def _packed_shape(info: TensorInfo, file: Path) -> tuple[int, ...]:
     """The shape that a weight packed by bitsandbytes had, out of the JSON text stored beside it."""
     with file.open("rb") as handle:
@@ -219,6 +225,7 @@ def read_structure(base_path: Path) -> BaseModules:
     tensors: dict[str, str] = {}
     for written, (name, shape) in stored.items():
         module = prefix + written if bare and not written.startswith(_HEADS) else written
+        module = _WRAPPED.sub(_unwrapped, module)
         kind = _kind(module, model_type)
         inputs, outputs = shape if kind in ("conv1d", "embedding") else shape[::-1]
         modules[module] = ModuleShape(kind, inputs, outputs)

@@ -162,7 +162,7 @@ def _vocab(bundle: Bundle, request: Request) -> tuple[StageSpec, dict[str, Tenso
     base = read_structure(bundle.base_path)
     tokenizer = _tokenizer(bundle)
     size = base[base.embedding].in_features if base.embedding else len(tokenizer)
-    vocabulary = Vocabulary.of(tokenizer, size)
+    vocabulary = Vocabulary.of(tokenizer, size, base.config)
     stage, tensors = build_vocab(rules, vocabulary, rest)
     missed = missed_tokens(tensors["table"])
     if missed and not leave:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from molora_cli.core.pieces import token_pieces
 from molora_cli.core.router.kinds import IdStage, Scores, State, Surroundings, register_kind, stage_tensor
+from molora_cli.core.router.modality import MODALITIES, TEXT, modality_ids
 from molora_cli.core.router.pattern import matching
 from molora_cli.core.router.spec import StageSpec
 from molora_cli.errors import InputError
 from molora_cli.text import printable, shorten
 
 NOBODY = -1
-_RULES = "ids:1,2,5-9  range:1000-1999  token:TEXT  regex:PATTERN  class:special|digit|space"
+_RULES = "ids:1,2,5-9  range:1000-1999  token:TEXT  regex:PATTERN  class:special|digit|space|text|image|video|audio"
 _CLASSES: dict[str, Callable[[str], bool]] = {
     "digit": lambda text: text.strip().isdigit(),
     "space": lambda text: text != "" and text.isspace(),
@@ -43,19 +44,44 @@ class Rule:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What rules are read against: texts[i] is token i's text, special the ids of special tokens."""
+    """What rules are read against: texts[i] is token i's text, special the ids of special tokens, modalities
+    the ids of images and the like by name."""
 
     texts: tuple[str, ...]
     special: frozenset[int]
+    modalities: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tokenizer: Any, size: int) -> Vocabulary:
+    def of(cls, tokenizer: Any, size: int, config: Mapping[str, Any] | None = None) -> Vocabulary:
         """The vocabulary of a transformers tokenizer. Ids up to `size` (rows of the embedding) that it does
-        not use have an empty text."""
+        not use have an empty text. config: the base's config.json, for the classes of multimodal models."""
         pieces = token_pieces(tokenizer.backend_tokenizer, range(size))
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         texts = tuple(pieces.get(i, "") for i in range(size))
-        return cls(texts, frozenset(special | set(tokenizer.all_special_ids)))
+        added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+        modalities = modality_ids(config or {}, added)
+        return cls(texts, frozenset(special | set(tokenizer.all_special_ids)), modalities)
+
+    def of_class(self, name: str) -> list[int]:
+        """The ids of a class of tokens. Raises InputError for one that is not known, or not in this model."""
+        if name == "special":
+            return [i for i in self.special if i < len(self.texts)]
+        if name in _CLASSES:
+            return [i for i, text in enumerate(self.texts) if _CLASSES[name](text)]
+        if name == TEXT:
+            other = frozenset().union(*self.modalities.values())
+            return [i for i in range(len(self.texts)) if i not in other]
+        if name in self.modalities:
+            return [i for i in self.modalities[name] if i < len(self.texts)]
+        if name in MODALITIES:
+            raise InputError(
+                f"this base's config and tokenizer name no {name} tokens",
+                "name them yourself: ids:..., range:... or regex:...",
+            )
+        raise InputError(
+            f"no class of tokens is called '{shorten(name, 40)}'",
+            f"use special, {', '.join(_CLASSES)}, {TEXT}, {', '.join(MODALITIES)}, or a regex",
+        )
 
 
 def parse_rule(text: str) -> Rule:
@@ -78,15 +104,8 @@ def rule_ids(rule: Rule, vocabulary: Vocabulary) -> list[int]:
         # ids without a text are no token; a pattern like ^$ must not take them
         used = [i for i, text in enumerate(vocabulary.texts) if text]
         found = [used[n] for n in matching(rule.value, [vocabulary.texts[i] for i in used])]
-    elif rule.value == "special":
-        found = [i for i in vocabulary.special if i < size]
-    elif rule.value in _CLASSES:
-        found = [i for i, text in enumerate(vocabulary.texts) if _CLASSES[rule.value](text)]
     else:
-        raise InputError(
-            f"rule '{shorten(str(rule))}': no class of tokens has that name",
-            f"use special, {', '.join(_CLASSES)}, or a regex",
-        )
+        found = vocabulary.of_class(rule.value)
     if not found:
         raise InputError(
             f"rule '{shorten(str(rule))}' matches no token of the vocabulary ({size} tokens)",
