@@ -53,10 +53,12 @@ def _fake_delta(y: Tensor, *rest: Any) -> Tensor:
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the operators can run on these: one half or single dtype, on the CPU, no gradient wanted."""
-    if x.dtype not in DTYPES or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+    dtype = x.dtype
+    if dtype not in DTYPES or not x.is_cpu or torch.is_autocast_enabled("cpu"):
         return False
-    if any(t is not None and (t.dtype != x.dtype or t.device != x.device) for t in others):
-        return False
+    for t in others:
+        if t is not None and (t.dtype != dtype or not t.is_cpu):
+            return False
     if not torch.is_grad_enabled():
         return True
     return not (x.requires_grad or any(t is not None and t.requires_grad for t in others))

@@ -24,10 +24,28 @@ constexpr int64_t FEW_TOKENS = 16;
 // Weights that are widened at a time, so that a large head needs no large copy.
 constexpr int64_t WIDENED_AT_A_TIME = 1 << 21;
 
-// (N, n) with elements of a row side by side, as the kernels read it.
-static Tensor rows(const Tensor& t) {
-  Tensor flat = t.dim() == 2 ? t : t.reshape({-1, t.size(-1)});
-  return flat.stride(1) == 1 || flat.size(1) <= 1 ? flat : flat.contiguous();
+// A tensor as the kernels read it: rows `stride` elements apart, a row's elements side by side; a copy only where its
+// own strides are others. The leading dimensions are flattened.
+struct Rows {
+  Tensor held;
+  int64_t count, width, stride;
+
+  explicit Rows(const Tensor& t) : held(t), width(t.size(-1)) {
+    bool together = t.dim() == 2 && (t.stride(1) == 1 || width <= 1);
+    if (!together && !t.is_contiguous()) held = t.contiguous();
+    count = width ? t.numel() / width : 0;
+    stride = together ? t.stride(0) : width;
+  }
+  template <class T>
+  const T* data() const {
+    return held.const_data_ptr<T>();
+  }
+};
+
+// The rows of a matrix' transpose: no copy where it is stored by columns.
+static Rows columns(const Tensor& t) {
+  TORCH_CHECK(t.dim() == 2, "a matrix expected, got ", t.sizes());
+  return Rows(t.t());
 }
 
 // An operator called from inside one may not hand back its own argument: ask for copies only where one is made.
@@ -53,16 +71,17 @@ static void refuse_gradients(const Tensors&... tensors) {
 
 // The tensors of a call's adapters and routes, checked and kept alive while the kernels read them.
 struct Mixture {
-  Tensor A, B, extent, scale, slots, gates;  // B: (R, out), free where the caller's (out, R) is stored by columns
+  Rows A, B;  // (R, in), (R, out)
+  Tensor extent, scale, slots, gates;
   Maybe out_scale, out_bias;
   int64_t widest = 0;
 
   Mixture(const Tensor& A_, const Tensor& B_, const Tensor& extent_, const Tensor& scale_, const Tensor& slots_,
           const Tensor& gates_, const Maybe& out_scale_, const Maybe& out_bias_, int64_t tokens, int64_t in, int64_t out)
-      : A(rows(A_)), B(rows(B_.t())), extent(dense(extent_)), scale(dense(scale_)), slots(dense(slots_)),
+      : A(A_), B(columns(B_)), extent(dense(extent_)), scale(dense(scale_)), slots(dense(slots_)),
         gates(dense(gates_)), out_scale(dense(out_scale_)), out_bias(dense(out_bias_)) {
-    TORCH_CHECK(A.size(1) == in && B.size(1) == out && A.size(0) == B.size(0), "factors ", A.sizes(), " and ",
-                B.sizes(), " do not fit a module of ", in, " inputs and ", out, " outputs");
+    TORCH_CHECK(A.width == in && B.width == out && A.count == B.count, "factors ", A_.sizes(), " and ",
+                B_.sizes(), " do not fit a module of ", in, " inputs and ", out, " outputs");
     TORCH_CHECK(slots.dim() == 2 && slots.size(0) == tokens && slots.sizes() == gates.sizes(), "routes ",
                 slots.sizes(), " and gates ", gates.sizes(), " are not those of ", tokens, " tokens");
     int64_t count = extent.size(0);
@@ -71,7 +90,7 @@ struct Mixture {
       TORCH_CHECK(!per_slot || (per_slot->size(0) == count && per_slot->size(1) == out), "not one row per slot");
     const int64_t* e = extent.const_data_ptr<int64_t>();
     for (int64_t s = 0; s < count; s++) {
-      TORCH_CHECK(e[2 * s] >= 0 && e[2 * s + 1] >= 0 && e[2 * s] + e[2 * s + 1] <= A.size(0), "slot ", s,
+      TORCH_CHECK(e[2 * s] >= 0 && e[2 * s + 1] >= 0 && e[2 * s] + e[2 * s + 1] <= A.count, "slot ", s,
                   " reaches beyond the factors");
       widest = std::max(widest, e[2 * s + 1]);
     }
@@ -82,7 +101,7 @@ struct Mixture {
 
   template <class T>
   Adapters<T> read() const {
-    return {A.const_data_ptr<T>(), A.stride(0), B.const_data_ptr<T>(), B.stride(0), extent.const_data_ptr<int64_t>(),
+    return {A.data<T>(), A.stride, B.data<T>(), B.stride, extent.const_data_ptr<int64_t>(),
             scale.const_data_ptr<float>(), slots.const_data_ptr<int64_t>(), gates.const_data_ptr<float>(),
             slots.size(1), widest, data<float>(out_scale), data<float>(out_bias)};
   }
@@ -126,9 +145,9 @@ static Tensor product(const Tensor& x, const Tensor& weight, const Maybe& bias, 
               "x is ", x.scalar_type(), ", the weight ", weight.scalar_type());
   auto sizes = x.sizes().vec();
   sizes.back() = out;
-  Tensor flat = rows(x);
+  Rows flat(x);
   Maybe offset = dense(bias);
-  int64_t N = flat.size(0);
+  int64_t N = flat.count;
   if (N == 0 || out == 0) return at::empty(sizes, x.options());
   return by_type(x.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
@@ -137,26 +156,28 @@ static Tensor product(const Tensor& x, const Tensor& weight, const Maybe& bias, 
     if (mixture) adapters = mixture->template read<T>();
     const Adapters<T>* ad = mixture ? &adapters : nullptr;
     if (N <= FEW_TOKENS) {
-      Tensor W = rows(weight), y = at::empty(sizes, x.options());
+      Rows W(weight);
+      Tensor y = at::empty(sizes, x.options());
       T* to = y.mutable_data_ptr<T>();
-      const T* from = flat.const_data_ptr<T>();
+      const T* from = flat.data<T>();
       if (row_scale)
-        decode<T, int8_t>(W.const_data_ptr<int8_t>(), W.stride(0),
-                                                 row_scale->const_data_ptr<float>(), bias_data, from, flat.stride(0), N,
+        decode<T, int8_t>(W.data<int8_t>(), W.stride,
+                                                 row_scale->const_data_ptr<float>(), bias_data, from, flat.stride, N,
                                                  in, out, ad, to, threads());
       else
-        decode<T, T>(W.const_data_ptr<T>(), W.stride(0), nullptr, bias_data, from,
-                                            flat.stride(0), N, in, out, ad, to, threads());
+        decode<T, T>(W.data<T>(), W.stride, nullptr, bias_data, from,
+                                            flat.stride, N, in, out, ad, to, threads());
       return y;
     }
     bool native = !row_scale && fast_product(x.scalar_type());
-    Tensor y = native ? at::linear(flat, weight, bias) : widened_product(flat, weight, bias, row_scale);
+    Tensor many = x.dim() == 2 ? x : x.reshape({N, in});
+    Tensor y = native ? at::linear(many, weight, bias) : widened_product(many, weight, bias, row_scale);
     y = dense(y);
     if (ad && native)
-      add_delta<T, T>(*ad, bias_data, flat.const_data_ptr<T>(), flat.stride(0), N, in, out, y.mutable_data_ptr<T>(),
+      add_delta<T, T>(*ad, bias_data, flat.data<T>(), flat.stride, N, in, out, y.mutable_data_ptr<T>(),
                       threads());
     else if (ad)
-      add_delta<T, float>(*ad, bias_data, flat.const_data_ptr<T>(), flat.stride(0), N, in, out,
+      add_delta<T, float>(*ad, bias_data, flat.data<T>(), flat.stride, N, in, out,
                           y.mutable_data_ptr<float>(), threads());
     return (native ? y : y.to(x.scalar_type())).view(sizes);
   });
@@ -180,15 +201,16 @@ static Tensor delta(const Tensor& y, const Tensor& x, const Maybe& base_bias, co
                     const Tensor& extent, const Tensor& scale, const Tensor& slots, const Tensor& gates,
                     const Maybe& out_scale, const Maybe& out_bias) {
   refuse_gradients(y, x, base_bias, A, B, scale, gates, out_scale, out_bias);
-  Tensor flat = rows(x), mixed = y.clone(at::MemoryFormat::Contiguous);
-  int64_t N = flat.size(0), in = flat.size(1), out = y.size(-1);
+  Rows flat(x);
+  Tensor mixed = y.clone(at::MemoryFormat::Contiguous);
+  int64_t N = flat.count, in = flat.width, out = y.size(-1);
   TORCH_CHECK(x.scalar_type() == y.scalar_type() && out * N == y.numel(), "x and y do not belong together");
   Mixture mixture(A, B, extent, scale, slots, gates, out_scale, out_bias, N, in, out);
   Maybe bias = dense(base_bias);
   if (N > 0)
     by_type(x.scalar_type(), [&](auto zero) {
       using T = decltype(zero);
-      add_delta<T, T>(mixture.read<T>(), data<T>(bias), flat.const_data_ptr<T>(), flat.stride(0), N, in, out,
+      add_delta<T, T>(mixture.read<T>(), data<T>(bias), flat.data<T>(), flat.stride, N, in, out,
                       mixed.mutable_data_ptr<T>(), threads());
     });
   return mixed;

@@ -62,7 +62,7 @@ def attach(
     if backend != "torch":
         for path, inner in base.named_modules():
             if path and path not in made and is_plain(inner):
-                made[path] = PlainLinear(inner, backend)  # type: ignore[arg-type]
+                made[path] = PlainLinear(inner, backend)
     for path, module in made.items():
         _put(base, path, module)
     return context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from molora_kernels import (
@@ -71,6 +71,7 @@ class RoutedModule(Replacement):
         super().__init__()
         self.base = base
         self.path, self.layer, self.is_head = path, layer, is_head
+        self._made: Bank | None = None  # built when first used: the same tensors serve every call
         self._context = (context,)  # in a tuple: the context is no part of the module's own state
 
         def there(tensor: Tensor) -> Tensor:
@@ -129,6 +130,7 @@ class RoutedModule(Replacement):
         super()._apply(fn, recurse)
         for name, tensor in exact.items():
             setattr(self, name, None if tensor is None else tensor.to(self.A.device))
+        self._made = None
         return self
 
     def _plan(self, lead: torch.Size) -> Plan | None:
@@ -143,19 +145,21 @@ class RoutedModule(Replacement):
         )
 
     def _bank(self) -> Bank:
-        base_bias = getattr(self.base, "bias", None) if self.out_scale is not None else None
-        return Bank(
-            self.A,
-            self.B,
-            self.owner,
-            self.layout,
-            self.out_scale,
-            self.out_bias,
-            base_bias,
-            self.finite,
-            self.extent,
-            self.scale,
-        )
+        if self._made is None:
+            base_bias = getattr(self.base, "bias", None) if self.out_scale is not None else None
+            self._made = Bank(
+                self.A,
+                self.B,
+                self.owner,
+                self.layout,
+                self.out_scale,
+                self.out_bias,
+                base_bias,
+                self.finite,
+                self.extent,
+                self.scale,
+            )
+        return self._made
 
 
 class RoutedLinear(RoutedModule):
@@ -163,12 +167,12 @@ class RoutedLinear(RoutedModule):
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """x: (B, T, in) or (B*T, in) -> the mixture, (..., out)."""
-        plan, backend = self._plan(x.shape[:-1]), self._context[0].backend
-        if backend != "torch" and is_plain(self.base):
+        plan, backend, base = self._plan(x.shape[:-1]), self._context[0].backend, self.base
+        if backend != "torch" and is_plain(base):
             if plan is None:
-                return plain_linear(x, self.weight, self.bias, backend)
-            return mixed_linear(x, self.weight, self.bias, self._bank(), plan, backend)
-        y = self.base(x, *args, **kwargs)
+                return plain_linear(x, base.weight, base.bias, backend)
+            return mixed_linear(x, base.weight, base.bias, self._bank(), plan, backend)
+        y = base(x, *args, **kwargs)
         return y if plan is None else mixed_delta(x, y, self._bank(), plan, backend)
 
     @property
@@ -189,9 +193,10 @@ class PlainLinear(Replacement):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) -> W x + bias, (..., out)."""
-        if is_plain(self.base):
-            return plain_linear(x, self.weight, self.bias, self.backend)
-        return self.base(x)
+        base = self.base
+        if is_plain(base):
+            return plain_linear(x, base.weight, base.bias, self.backend)
+        return base(x)
 
     @property
     def in_features(self) -> int:
@@ -222,7 +227,7 @@ class RoutedEmbedding(RoutedModule):
         return self.B.shape[0]
 
 
-def is_plain(base: nn.Module) -> bool:
+def is_plain(base: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is W x + bias with a dense weight and nothing around it, so that an operator may
     stand for it.
 
