@@ -8,7 +8,9 @@ FIRST := "A baker sells 10 loaves in the morning and 15 in the afternoon. Each l
 SECOND := "Now write a python function to count the vowels in a string."
 DATA := $(foreach d,$(DOMAINS),--data $(d)=recipes/demo/data/$(d).jsonl)
 
-.PHONY: setup demo lint test test-slow docs picture clean
+LLAMA ?= .venv-llama
+
+.PHONY: setup demo lint test test-slow test-llama docs picture clean
 
 setup: $(VENV)/.ready
 
@@ -37,6 +39,13 @@ test: setup
 test-slow: setup
 	PYTHONSAFEPATH=1 $(BIN)/pytest -q -m slow
 
+# llama.cpp runs an exported adapter; it is built in an environment of its own (minutes) for any x86 with AVX2
+test-llama: setup
+	test -x $(LLAMA)/bin/python || $(PYTHON) -m venv $(LLAMA)
+	CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=OFF" $(LLAMA)/bin/python -m pip install --quiet \
+	    --disable-pip-version-check --no-binary llama-cpp-python 'llama-cpp-python==0.3.36'
+	MOLORA_LLAMA_PYTHON=$(LLAMA)/bin/python PYTHONSAFEPATH=1 $(BIN)/pytest -q tests/test_llama_cpp.py
+
 docs: setup
 	$(BIN)/python docs/generate.py
 
@@ -46,4 +55,4 @@ picture:
 	    --figure docs/images/routing.svg --force --no-tokens
 
 clean:
-	rm -rf $(VENV) $(BUNDLE) build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LLAMA) $(BUNDLE) build .pytest_cache .mypy_cache .ruff_cache

@@ -1,5 +1,5 @@
-"""Any PEFT adapter: random shapes, ranks, names, types and marks in the keys are read bit by bit, written, and
-go through MLX and GGUF and back without another function."""
+"""Any PEFT adapter: random shapes, ranks, names, types and marks in the keys are read and written bit by bit,
+and go through MLX and GGUF and back as the same function."""
 
 from __future__ import annotations
 

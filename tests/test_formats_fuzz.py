@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+import molora_cli
 from molora_cli.core.adapter.read import base_named, read_adapter
 from molora_cli.core.base.structure import BaseModules, read_structure
 from molora_cli.core.bundle.store import Bundle
@@ -52,7 +53,8 @@ def only_below(*folders: Path) -> Iterator[None]:
         yield
     finally:
         names, _opened = _opened, None
-    own = [Path(p).resolve() for p in (sys.prefix, sys.base_prefix, *sys.path) if p and Path(p).is_dir()]
+    code = (sys.prefix, sys.base_prefix, *molora_cli.__path__, *sys.path)
+    own = [Path(p).resolve() for p in code if p and Path(p).is_dir()]
     allowed = [f.resolve() for f in folders] + own + [Path("/dev"), Path("/proc"), Path("/sys")]
     outside = [n for n in names if not any(Path(n).resolve().is_relative_to(a) for a in allowed)]
     assert not outside, outside
@@ -274,6 +276,64 @@ def test_any_manifest(data: st.DataObject, bundle: Path, tiny_llama: Path) -> No
         assert time.perf_counter() - start < SECONDS
     finally:
         file.write_bytes(kept)
+
+
+def router(folder: Path) -> Path:
+    """A router file of three kinds of stages for one expert on a vocabulary of 320."""
+    from molora_cli.core.router.files import save
+    from molora_cli.core.router.spec import RouterSpec, StageSpec
+
+    random = np.random.default_rng(0)
+    rules = [{"expert": "one", "rule": "ids:0,4", "tokens": 2}]
+    shapes = {"outer.weight": (2, 8), "outer.bias": (2,), "inner.weight": (8, 12), "statistics.mean": (2, 12)}
+    vocab = {"table": np.zeros(320, np.int32)}
+    context = {name: random.standard_normal(size).astype(np.float32) for name, size in shapes.items()}
+    stages = (
+        (StageSpec(kind="vocab", experts=["one"], params={"rules": rules, "rest": None}), vocab),
+        (StageSpec(kind="context", experts=["one", "__base__"], groups=[(0, 4)]), context),
+        (StageSpec(kind="fixed", experts=["one"], params={"weights": [1.0]}), {}),
+    )  # fmt: skip
+    tensors = {f"stages.{i}.{k}": v for i, (_, own) in enumerate(stages) for k, v in own.items()}
+    save(folder / "router.safetensors", RouterSpec(stages=[stage for stage, _ in stages]), tensors)
+    return folder / "router.safetensors"
+
+
+@FUZZ
+@given(data=st.data())
+def test_any_router(data: st.DataObject, tmp_path: Path) -> None:
+    """A router's header and file: read, or refused; and a stack is built of what was read, or refused."""
+    import torch
+
+    from molora_cli.core.router.files import load_tensors
+    from molora_cli.core.router.kinds import Surroundings
+    from molora_cli.core.router.spec import read_spec
+    from molora_cli.core.router.stack import RouterStack
+    from molora_cli.errors import MoloraError
+
+    file = router(tmp_path)
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    if data.draw(st.booleans()):
+        header = json.loads(raw[8 : 8 + size])
+        spec = json.loads(header["__metadata__"]["molora_router"])
+        place = data.draw(st.sampled_from([spec, *spec["stages"], *(s["params"] for s in spec["stages"])]))
+        place[data.draw(st.sampled_from([*sorted(place), "x"]))] = data.draw(VALUES)
+        header["__metadata__"]["molora_router"] = json.dumps(spec)
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+    else:
+        at = data.draw(st.integers(0, len(raw) - 1))
+        file.write_bytes(
+            raw[:at] + data.draw(st.binary(max_size=6)) + raw[at + data.draw(st.integers(0, 4)) :]
+        )
+    around = Surroundings(n_layers=4, embedding=torch.zeros(320, 12))
+    start = time.perf_counter()
+    with only_below(tmp_path):
+        try:
+            RouterStack(read_spec(file), load_tensors(file), around, ["one"])
+        except MoloraError as error:
+            assert error.message and not [c for c in error.message if is_unsafe(c)]
+    assert time.perf_counter() - start < SECONDS
 
 
 def test_memory_and_time_of_refusals(base: BaseModules, tmp_path: Path) -> None:

@@ -165,8 +165,27 @@ def _homes(
     return homes, fused
 
 
+def _packed(base: BaseModules) -> str | None:
+    """How the base's weights are packed, if in a way that hides their shapes."""
+    said, own = base.config.get("quantization_config"), base.config.get("quantization")
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    if isinstance(method, str) and method not in ("bitsandbytes", "fp8"):
+        return shorten(method, 40)
+    return "MLX" if isinstance(own, Mapping) and "bits" in own else None
+
+
+def _unseen(packed: str, where: str) -> InputError:
+    return InputError(
+        f"{where}: the base's weights are packed by {packed}, so the modules that the adapter needs are not "
+        "to be seen in it",
+        "give the same base in full precision, or packed by bitsandbytes: --base ...",
+    )
+
+
 def _lost(lost: Sequence[str], found: Mapping[str, object], base: BaseModules, where: str) -> InputError:
     """The error for modules that the base does not have, told by its likeliest cause."""
+    if (packed := _packed(base)) is not None:
+        return _unseen(packed, where)
     layers = sorted({int(m.group(1)) for p in lost if (m := _LAYER.search(p))})
     beyond = [n for n in layers if n >= base.n_layers]
     if beyond:
@@ -245,6 +264,8 @@ def _check_shapes(
             "save the adapter again; this file is damaged",
         )
     for side, have, need in (("input", a[1], inputs), ("output", b[0], outputs)):
+        if have != need and (packed := _packed(base)) is not None:
+            raise _unseen(packed, where)
         if have != need:
             raise InputError(
                 f"{where}: {name} has {side} size {have} against {need} in the base",
