@@ -16,8 +16,10 @@ from molora_cli.commands import (
     chat,
     compose,
     convert,
+    eval,
     inspect,
     remove,
+    run,
     train_adapter,
     train_router,
 )
@@ -41,6 +43,8 @@ convert.register(app)
 add.register(app)
 remove.register(app)
 train_adapter.register(app)
+eval.register(app)
+run.register(app)
 
 
 def _version(value: bool) -> None:

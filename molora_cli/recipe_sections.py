@@ -49,6 +49,21 @@ class ComposeSection(RecipeSection):
     default: bool = False
 
 
+class AttachRouterSection(RecipeSection):
+    """What a recipe may say below `attach-router:`."""
+
+    bundle: RecipePath | None = None
+    kind: str | None = None
+    expert: dict[str, float] | None = None
+    rule: list[str] | None = None
+    rest: str | None = None
+    data: dict[str, RecipePath] | list[RecipePath] | None = None
+    top_k: int | None = None
+    temperature: float | None = None
+    before: bool = False
+    seed: int | None = None
+
+
 class TrainRouterSection(RecipeSection):
     """The `train-router:` section of a recipe."""
 
@@ -90,6 +105,7 @@ class TrainAdapterSection(RecipeSection):
 
 SECTIONS: dict[str, type[RecipeSection]] = {
     "compose": ComposeSection,
+    "attach-router": AttachRouterSection,
     "train-router": TrainRouterSection,
     "train-adapter": TrainAdapterSection,
 }

@@ -33,13 +33,50 @@ def load_recipe(path: Path, command: str) -> dict[str, Any]:
 
     Raises InputError: no such file, not YAML, no such command in it, an unknown option or a wrong type.
     """
-    import yaml
     from pydantic import ValidationError
 
     # pydantic costs as much as the rest of --help together: commands import this module, not that one
     from molora_cli.recipe_sections import SECTIONS
 
     schema = SECTIONS[command]
+    raw = _read(path)
+    if command not in raw:
+        found = ", ".join(shorten(key, 30) for key in raw)
+        raise InputError(
+            f"{path} has nothing for '{command}' (it has: {found or 'nothing'})", f"add a key '{command}:'"
+        )
+    section = raw[command] if raw[command] is not None else {}
+    try:
+        checked = schema.model_validate(section, context={"folder": path.parent})
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in (command, *first["loc"]))
+        known = ", ".join(sorted(schema.model_fields))
+        message = "no such option" if first["type"] == "extra_forbidden" else first["msg"]
+        raise InputError(f"{path}: {shorten(field)}: {shorten(message)}", f"options are: {known}") from error
+    return checked.model_dump(exclude_unset=True)
+
+
+def sections(path: Path) -> list[str]:
+    """The commands that a recipe has options for, in its order; all are checked before one is run.
+
+    Raises InputError as `load_recipe` does, and for a key that is no command.
+    """
+    from molora_cli.recipe_sections import SECTIONS
+
+    names = list(_read(path))
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown or not names:
+        what = f"a key '{shorten(unknown[0], 40)}', which is no command" if unknown else "no keys"
+        raise InputError(f"the recipe {path} has {what}", f"a recipe's keys are: {', '.join(SECTIONS)}")
+    for name in names:
+        load_recipe(path, name)
+    return names
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The YAML document of a recipe as a mapping. Raises InputError."""
+    import yaml
 
     try:
         size = path.stat().st_size
@@ -59,21 +96,7 @@ def load_recipe(path: Path, command: str) -> dict[str, Any]:
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error)
         raise InputError(f"{path}{where} is not YAML: {shorten(problem)}", "correct the recipe") from error
-    if not isinstance(raw, dict) or command not in raw:
-        found = ", ".join(shorten(str(key), 30) for key in raw) if isinstance(raw, dict) else "no keys"
-        raise InputError(
-            f"{path} has nothing for '{command}' (it has: {found or 'nothing'})", f"add a key '{command}:'"
-        )
-    section = raw[command] if raw[command] is not None else {}
-    try:
-        checked = schema.model_validate(section, context={"folder": path.parent})
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in (command, *first["loc"]))
-        known = ", ".join(sorted(schema.model_fields))
-        message = "no such option" if first["type"] == "extra_forbidden" else first["msg"]
-        raise InputError(f"{path}: {shorten(field)}: {shorten(message)}", f"options are: {known}") from error
-    return checked.model_dump(exclude_unset=True)
+    return {str(key): value for key, value in raw.items()} if isinstance(raw, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from molora_cli import options
+from molora_cli.errors import InputError
 from molora_cli.out import Out
+from molora_cli.recipes import load_recipe, merge
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,12 +20,26 @@ Names = Optional[list[str]]  # noqa: UP045
 Word = Optional[str]  # noqa: UP045
 Whole = Optional[int]  # noqa: UP045
 Number = Optional[float]  # noqa: UP045
+File = Optional[Path]  # noqa: UP045
 
 EPILOG = """\b
 Examples:
   molora attach-router my-bundle --kind centroid --data math=math.jsonl --data code=code.jsonl
   molora attach-router my-bundle --kind vocab --rule "code=regex:[{};]" --before
 """
+
+
+DEFAULTS: dict[str, Any] = {
+    "kind": None,
+    "expert": [],
+    "rule": [],
+    "rest": None,
+    "data": [],
+    "top_k": None,
+    "temperature": None,
+    "before": False,
+    "seed": 0,
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -34,10 +50,10 @@ def register(app: typer.Typer) -> None:
 
 
 def command(
-    bundle: Annotated[Path, typer.Argument(help="Folder of the bundle.")],
+    bundle: Annotated[File, typer.Argument(help="Folder of the bundle.")] = None,
     kind: Annotated[
-        str, typer.Option(help="vocab: rules on token ids; centroid: a few examples; fixed; uniform.")
-    ],
+        Word, typer.Option(help="vocab: rules on token ids; centroid: a few examples; fixed; uniform.")
+    ] = None,
     expert: Annotated[
         Names, typer.Option(help="fixed: NAME, or NAME=WEIGHT several times. 'base' is no adapter.")
     ] = None,
@@ -55,10 +71,12 @@ def command(
     top_k: Annotated[Whole, typer.Option(help="centroid: adapters per token.")] = None,
     temperature: Annotated[Number, typer.Option(help="centroid: above 1 softens gates.")] = None,
     before: Annotated[
-        bool, typer.Option("--before", help="vocab: put the rules before the present router.")
-    ] = False,
+        Optional[bool],  # noqa: UP045
+        typer.Option("--before", help="vocab: put the rules before the present router."),
+    ] = None,
+    recipe: options.Recipe = None,
     base: options.Base = None,
-    seed: options.Seed = 0,
+    seed: Annotated[Whole, typer.Option(help="The same seed gives the same router (0).")] = None,
     force: options.Force = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
@@ -68,20 +86,29 @@ def command(
     from molora_cli.core.bundle.store import Bundle
 
     out = Out(json_mode=json, quiet=quiet)
-    opened = Bundle.open(bundle, base)
+    written = load_recipe(recipe, "attach-router") if recipe is not None else {}
+    flags: dict[str, Any] = {
+        "kind": kind,
+        "expert": expert,
+        "rule": rule,
+        "rest": rest,
+        "data": data,
+        "top_k": top_k,
+    }
+    flags |= {"temperature": temperature, "before": before, "seed": seed}
+    for name in ("expert", "data"):
+        if isinstance(written.get(name), dict):
+            written[name] = [f"{key}={value}" for key, value in written[name].items()]
+    chosen = {name: setting.value for name, setting in merge(flags, written, DEFAULTS).items()}
+    place = bundle or (Path(written["bundle"]) if written.get("bundle") else None)
+    if place is None or chosen["kind"] is None:
+        missing = "BUNDLE" if place is None else "--kind"
+        raise InputError(f"{missing} is missing", "molora attach-router BUNDLE --kind KIND, or --recipe FILE")
+    opened = Bundle.open(place, base)
     from molora_cli.core.router.attach import Request, attach  # torch: after the cheap checks
 
-    request = Request(
-        kind=kind,
-        experts=expert or (),
-        rules=rule or (),
-        rest=rest,
-        data=data or (),
-        top_k=top_k,
-        temperature=temperature,
-        before=before,
-        seed=seed,
-    )
+    chosen["experts"], chosen["rules"] = chosen.pop("expert"), chosen.pop("rule")
+    request = Request(**chosen)
     with out.progress("reading examples") as ticker:
         made = attach(opened, request, force=force, ticker=ticker)
     for warning in [*opened.warnings, *made.notes]:
@@ -89,7 +116,7 @@ def command(
     if not dry_run:
         opened.set_router(made.spec, made.tensors)
     size = sum(t.numel() * t.element_size() for t in made.tensors.values())
-    document = {"bundle": str(bundle), "written": not dry_run, "bytes": size, **made.summary}
+    document = {"bundle": str(place), "written": not dry_run, "bytes": size, **made.summary}
     out.result(document, lambda console: _show(console, document))
 
 
