@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from molora_cli.core.adapter.header import read_header
 from molora_cli.core.adapter.read import read_adapter
@@ -287,6 +288,26 @@ def test_other_formats_by_name(folder: Path, tiny_llama: Path) -> None:
     (folder / "xlora_config.json").write_text("{}")
     assert "X-LoRA" in refused(folder, tiny_llama).message
     assert "whole model" in refused(tiny_llama, tiny_llama).message
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "MLX"])
+def test_a_base_whose_weights_are_packed(method: str, source: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    """Packed weights have other names or shapes: the base is at fault then, not the adapter."""
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "packed"))
+    tensors = load_file(base / "model.safetensors")
+    for name in [n for n in tensors if "_proj" in n]:
+        packed = np.zeros((tensors[name].shape[0], tensors.pop(name).shape[1] // 8), np.uint32)
+        tensors[name if method == "MLX" else name.replace(".weight", ".qweight")] = packed
+    save_file(tensors, base / "model.safetensors")
+    said = (
+        {"quantization": {"bits": 4}}
+        if method == "MLX"
+        else {"quantization_config": {"quant_method": method}}
+    )
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, **said}))
+    error = refused(source, base)
+    assert f"packed by {method}" in error.message and "full precision" in error.remedy
 
 
 def test_scan_is_chunked_and_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,30 @@ def test_what_mlx_cannot_say(tiny_llama: Path, make_adapter: Make, tmp_path: Pat
     assert "embedding" in to_mlx("tied", tmp_path / "tied", target_modules=["embed_tokens"])
 
 
+def test_a_tied_head_that_follows_its_embedding(make_adapter: Make, tmp_path: Path) -> None:
+    """PEFT's ensure_weight_tying: one LoRA on the matrix that is both, as MLX has it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "vocab_size": 320}
+    base = tmp_path / "tied"
+    config = LlamaConfig(num_attention_heads=4, tie_word_embeddings=True, pad_token_id=0, **sizes)
+    LlamaForCausalLM(config).save_pretrained(base)
+    options = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
+    source = make_adapter(base, "mlx-tied", seed=9, **options)
+    assert any("lm_head.lora_A" in k for k in load_file(source / "adapter_model.safetensors"))
+    result = convert(source, tmp_path / "mlx", "--to", "mlx", "--base", base, "--json")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert json.loads(result.stdout)["verified"]["logits"]["max_abs"] < 1e-4
+    theirs, ours = peft_deltas(base, source), mlx_deltas(tmp_path / "mlx")
+    assert set(theirs) - set(ours) == {"lm_head"}
+    for module, delta in ours.items():
+        np.testing.assert_allclose(delta, theirs[module], rtol=0, atol=1e-6)
+    assert convert(tmp_path / "mlx", tmp_path / "back", "--to", "peft", "--base", base).exit_code == 0
+    back = peft_deltas(base, tmp_path / "back")
+    assert back.keys() == theirs.keys()
+    for module, delta in back.items():
+        np.testing.assert_allclose(delta, theirs[module], rtol=0, atol=1e-6)
+
+
 def test_half_precision_is_asked_for(tiny_llama: Path, make_adapter: Make, tmp_path: Path) -> None:
     source = make_adapter(tiny_llama, "mlx-half", seed=6)
     result = convert(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from molora_cli.core.adapter.types import Adapter
-from molora_cli.core.convert.refusals import MLX_LAYER, mlx_gaps, mlx_layers
+from molora_cli.core.convert.refusals import MLX_LAYER, mlx_gaps, mlx_layers, mlx_tied
 
 if TYPE_CHECKING:
     from molora_cli.core.adapter.factors import Factors
@@ -39,9 +39,12 @@ def write_mlx(
 
     The scale most modules share stands in the config. Where another's differs, the ratio goes into its
     lora_b; smaller ranks are filled up with zeros, and so are modules that MLX adapts along with the others.
+    A tied head that changes as its embedding does is left to it.
     """
     from safetensors.torch import save_file
 
+    if mlx_tied(adapter, base):
+        factors = {module: f for module, f in factors.items() if module != base.head}
     scale = Counter(f.scale for f in factors.values()).most_common(1)[0][0]
     rank = max(f.rank for f in factors.values())
     tensors: dict[str, Tensor] = {}

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from molora_cli.core.adapter.gguf_layout import gguf_layout
 from molora_cli.core.adapter.types import Adapter
 from molora_cli.errors import InputError
@@ -40,12 +42,12 @@ def check_mlx_adapter(adapter: Adapter, base: BaseModules) -> list[str]:
     _refuse(adapter, odd, f"MLX-LM's {base.model_type} has no module of this path", "keep it as PEFT")
     conv = [m for m, v in adapter.modules.items() if v.kind == "conv1d"]
     _refuse(adapter, conv, "MLX-LM's adapters know no Conv1D", "keep it as PEFT, or export GGUF")
-    if base.tied:
+    if base.tied and not mlx_tied(adapter, base):
         whole = [m for m in adapter.modules if m in _MLX_WHOLE]
         _refuse(
             adapter,
             whole,
-            "the base's head is its embedding; MLX applies an adapter to both or to neither",
+            "the base's head is its embedding; MLX applies one adapter to both or to neither",
             "train without embed_tokens and lm_head, or fold it: --to merged-model",
         )
     dora = having(adapter, "magnitude")
@@ -71,6 +73,20 @@ def check_mlx_adapter(adapter: Adapter, base: BaseModules) -> list[str]:
         _MERGE,
     )
     return []
+
+
+def mlx_tied(adapter: Adapter, base: BaseModules) -> bool:
+    """Whether the adapter changes a tied head just as it changes the embedding, which is what MLX does."""
+    one, other = adapter.modules.get(base.embedding or ""), adapter.modules.get(base.head or "")
+    if not base.tied or one is None or other is None or one.scale != other.scale:
+        return False
+    if set(one.keys) != {"A", "B"} or set(other.keys) != {"A", "B"}:
+        return False
+    file = adapter.open()
+    return all(
+        np.array_equal(file.floats(one.keys[role]).T, file.floats(other.keys[its]))
+        for role, its in (("A", "B"), ("B", "A"))
+    )
 
 
 def mlx_layers(adapter: Adapter, base: BaseModules) -> tuple[int, list[str]]:
