@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from molora_cli.core.adapter.config import Classification, Reason, classify
+from molora_cli.app import app
 from molora_cli.core.adapter.factors import Factors, load_factors
-from molora_cli.core.adapter.files import read_json
 from molora_cli.core.adapter.read import read_adapter
 from molora_cli.core.adapter.types import Adapter
 from molora_cli.core.adapter.write import write_peft
@@ -135,20 +135,25 @@ def test_xlora_folder_names_its_adapters(cases: Path) -> None:
 
 
 def test_configs_table(cases: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every config as it occurs in public is sorted; the table is in this test's output."""
+    """Every config as it occurs in public is sorted by `molora inspect FILE --json`, which sees no weights."""
     lines, verdicts = [], {}
     for path in sorted((cases / "configs").glob("*.json")):
-        try:
-            verdict = classify(read_json(path))
-        except InputError as error:
-            verdict = Classification("unknown", (Reason("", error.message, error.remedy),))
-        verdicts[path.stem] = verdict
-        why = "; ".join(f"{r.field}: {r.why}" if r.field else r.why for r in verdict.reasons)
-        lines.append(f"{path.stem:45} {'supported' if verdict.supported else 'refused because ' + why[:140]}")
-        json.dumps(verdict.as_dict(), allow_nan=False)
+        result = CliRunner().invoke(app, ["inspect", str(path), "--json"])
+        if isinstance(result.exception, InputError):
+            verdicts[path.stem], why = "unreadable", str(result.exception.message)
+        else:
+            assert result.exit_code == 0, (path, result.output)
+            found = json.loads(result.stdout)
+            assert found["weights"] is None
+            verdicts[path.stem] = found["verdict"]
+            why = "; ".join(f"{r['field']}: {r['why']}" for r in found["reasons"])
+            assert (verdicts[path.stem] == "supported") == (not why)
+        lines.append(f"{path.stem:45} {verdicts[path.stem]:10} {why.replace(str(cases), '')[:140]}")
     with capsys.disabled():
         sys.stdout.write("\n" + "\n".join(lines) + "\n")
-    refused = {name for name, v in verdicts.items() if not v.supported}
+    assert [name for name, v in verdicts.items() if v == "unreadable"] == ["BAD_lfs_pointer_config_1"]
+    assert "Git LFS pointer" in lines[0]
+    refused = {name for name, v in verdicts.items() if v != "supported"}
     assert {n for n in verdicts if n.startswith(("refuse_", "BAD_", "not_peft"))} <= refused
     assert not {n for n in verdicts if n.startswith("mlx_")} & refused
     assert {

@@ -131,6 +131,7 @@ def test_a_refusal_is_quick(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_refused_case(
     run: Run, cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

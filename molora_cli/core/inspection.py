@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from molora_cli.core.adapter.config import base_hint, classify
-from molora_cli.core.adapter.files import read_json, read_start, shown
+from molora_cli.core.adapter.files import read_json, read_start, refuse_impostors, shown
 from molora_cli.core.adapter.gguf_header import read_gguf
 from molora_cli.core.adapter.gguf_lora import classify_gguf, gguf_base_hint, gguf_factors
 from molora_cli.core.adapter.header import TensorInfo, read_header
@@ -41,7 +41,7 @@ def recognise(path: Path) -> What:
         raise InputError(f"{shown(path)} does not exist", f"check the path; {_TAKES}")
     if path.is_dir():
         return _recognise_folder(path)
-    start = read_start(path, 64)
+    start = read_start(path, 512)
     if start.startswith(b"GGUF"):
         return "adapter"
     if start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
@@ -56,6 +56,9 @@ def recognise(path: Path) -> What:
     if start[8:9] == b"{":
         read_header(path)
         raise InputError(f"{shown(path)} holds tensors, and no trace", f"give its folder; {_TAKES}")
+    if path.suffix == ".json":
+        read_json(path, path.name)  # says what is there instead: a pointer, a web page, UTF-16
+    refuse_impostors(path, start)
     raise InputError(f"{shown(path)} is a file of no kind known here", _TAKES)
 
 
