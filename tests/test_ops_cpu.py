@@ -136,6 +136,21 @@ def test_base_tokens_keep_the_bits_of_the_base_alone(tokens: int, dtype: torch.d
     assert torch.equal(run(case), alone)
 
 
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_int8_weights_are_their_float_values(tokens: int, dtype: torch.dtype) -> None:
+    """The same case with the weight as int8 times a scale per row; the adapters stay as they are."""
+    case = random_case(5, tokens=tokens, inputs=70, outputs=33, ranks=[3, 8], top=2, biases=True, dtype=dtype)
+    scale = case.weight.float().abs().amax(1) / 127
+    weight = (case.weight.float() / scale[:, None]).round().to(torch.int8)
+    exact = dataclasses.replace(case, weight=weight.double() * scale[:, None].double())
+    made, layout = make_case_bank(case)
+    args = cpu_ops.adapters(made, case_plan(case, layout))
+    close(torch.ops.molora_cpu.linear(case.x, weight, case.base_bias, scale, *args), exact)
+    none = dataclasses.replace(exact, slots=torch.zeros_like(case.slots))
+    close(torch.ops.molora_cpu.gemv(case.x, weight, case.base_bias, scale), none)
+
+
 def test_base_tokens_of_a_long_block_keep_them_too() -> None:
     case = random_case(
         3, tokens=50, inputs=90, outputs=70, ranks=[4, 8], top=1, base_share=0.5, dtype=torch.bfloat16

@@ -74,12 +74,11 @@ def find_compiler() -> list[str]:
     raise BuildError(f"CXX={os.environ['CXX']} is not there" if asked else "no C++ compiler was found")
 
 
-def build(path: Path, flags: tuple[str, ...], library: str = LIBRARY) -> None:
+def build(path: Path, compiler: list[str], flags: tuple[str, ...], library: str = LIBRARY) -> None:
     """Compile into `path`, all at once: it exists whole or not at all, whoever else builds it meanwhile.
 
-    Raises BuildError where there is no compiler, it fails, or the folder cannot be written.
+    Raises BuildError where the compiler fails or the folder cannot be written.
     """
-    compiler = find_compiler()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
@@ -99,9 +98,10 @@ def load(
     flags = native_flags() if flags is None else flags
     path = library_path(flags, library)
     if not path.is_file():
+        compiler = find_compiler()
         if notify is not None:
             notify("compiling the CPU kernels, once for this machine: half a minute or less")
-        build(path, flags, library)
+        build(path, compiler, flags, library)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

@@ -13,9 +13,8 @@
 
 namespace molora {
 
-constexpr int64_t BLOCK = 64;        // outputs of a decode block
-constexpr int64_t WIDE_BLOCK = 256;  // outputs of a block in add_delta
-constexpr int64_t GROUP = 32;        // tokens that one thread takes at a time in add_delta
+constexpr int64_t BLOCK = 256;  // outputs at a time: enough that a row of B is read in long pieces, few enough for L1
+constexpr int64_t GROUP = 32;   // tokens that one thread takes at a time in add_delta
 constexpr int64_t THREAD_BYTES = 128 * 1024;  // of weights, below which another thread costs more than it saves
 
 template <class F>
@@ -49,7 +48,7 @@ template <class T>
 void mix(const Adapters<T>& ad, int64_t t, const float* z, int64_t first, int64_t n, int64_t out, const float* plain,
          float* y) {
   using Format = typename FormatOf<T>::Format;
-  float part[WIDE_BLOCK];
+  float part[BLOCK];
   for (int64_t j = 0; j < ad.top; j++) {
     int64_t choice = t * ad.top + j, slot = ad.slots[choice];
     if (slot == 0) continue;
@@ -91,6 +90,13 @@ void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias,
   std::vector<float> z(ad ? choices * ad->widest : 0);
   int64_t threads = std::min<int64_t>(max_threads, 1 + in * out * sizeof(*W) / THREAD_BYTES);
 
+  // prefetch part `part` of `parts` of the rows of B that the tokens take, outputs first .. first + n
+  auto ask = [&](int64_t first, int64_t n, int64_t part, int64_t parts) {
+    for (int64_t c = 0; n > 0 && c < choices; c++)
+      for (int64_t r = ad->rank(c) * part / parts; r < ad->rank(c) * (part + 1) / parts; r++)
+        for (int64_t b = 0; b < n; b += 64 / int64_t(sizeof(T))) __builtin_prefetch(ad->up(c) + r * ad->ldb + first + b);
+  };
+
   in_parallel(threads, [&](int id, int count) {
     for (int64_t c = 0; c < choices; c++) {
       auto [first, end] = share(ad->rank(c), 4, id, count);
@@ -107,11 +113,13 @@ void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias,
     float* plain = block.data() + N * BLOCK;
     for (int64_t o = first; o < end; o += BLOCK) {
       int64_t n = std::min(BLOCK, end - o);
-      // B's rows are short here: ask for them before W's long rows are read
-      for (int64_t c = 0; c < choices; c++)
-        for (int64_t r = 0; r < ad->rank(c); r++)
-          for (int64_t b = 0; b < n; b += 64 / int64_t(sizeof(T))) __builtin_prefetch(ad->up(c) + r * ad->ldb + o + b);
-      dots<Math>(W + o * ldw, ldw, n, tokens.data(), wide, N, in, block.data(), BLOCK);
+      // the pieces of B's rows are short, and each begins elsewhere: ask for the next block's while W's rows stream
+      if (o == first) ask(o, n, 0, 1);
+      for (int64_t q = 0; q < n; q += 4) {
+        ask(o + n, std::min(BLOCK, end - o - n), q / 4, (n + 3) / 4);
+        dots<Math>(W + (o + q) * ldw, ldw, std::min<int64_t>(4, n - q), tokens.data(), wide, N, in, block.data() + q,
+                   BLOCK);
+      }
       for (int64_t t = 0; t < N; t++) {
         float* row = block.data() + t * BLOCK;
         if (row_scale)
@@ -135,7 +143,7 @@ void add_delta(const Adapters<T>& ad, const T* base_bias, const T* x, int64_t ld
     std::vector<typename Math::Token> tokens(GROUP * wide);
     std::vector<float> z(GROUP * ad.top * ad.widest);
     std::vector<int64_t> order;
-    float row[WIDE_BLOCK], plain[WIDE_BLOCK];
+    float row[BLOCK], plain[BLOCK];
     auto [from, to] = share(groups, 1, id, count);
     for (int64_t g = from; g < to; g++) {
       int64_t t0 = g * GROUP, n_tokens = std::min(GROUP, N - t0);
@@ -157,8 +165,8 @@ void add_delta(const Adapters<T>& ad, const T* base_bias, const T* x, int64_t ld
         for (int64_t r = 0; two && r < rank; r++) zb[r] *= ad.gates[d] * scale;
         i += 1 + two;
       }
-      for (int64_t o = 0; o < out; o += WIDE_BLOCK) {
-        int64_t n = std::min(WIDE_BLOCK, out - o);
+      for (int64_t o = 0; o < out; o += BLOCK) {
+        int64_t n = std::min(BLOCK, out - o);
         for (int64_t t = 0; t < n_tokens; t++) {
           const int64_t* mine = ad.slots + (t0 + t) * ad.top;
           if (std::all_of(mine, mine + ad.top, [](int64_t slot) { return slot == 0; })) continue;
