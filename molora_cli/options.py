@@ -7,6 +7,9 @@ from typing import Annotated, Optional
 
 import typer
 
+from molora_cli.errors import InputError
+from molora_cli.text import shorten
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is already there.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no progress bar.")]
@@ -27,3 +30,13 @@ Recipe = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--recipe", help="YAML recipe with these options; flags win over it."),
 ]
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """Layers from "1,3,15"; None = none were given. Raises InputError."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
+        raise InputError(f"--taps {shorten(text, 40)}: no layers", "write numbers with commas: --taps 1,3,15")
+    return tuple(int(part) for part in parts)

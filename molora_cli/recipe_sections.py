@@ -60,6 +60,7 @@ class AttachRouterSection(RecipeSection):
     data: dict[str, RecipePath] | list[RecipePath] | None = None
     top_k: int | None = None
     temperature: float | None = None
+    taps: list[int] | None = None
     before: bool = False
     seed: int | None = None
 
@@ -77,6 +78,8 @@ class TrainRouterSection(RecipeSection):
     rows: int | None = None
     mixes: int | None = None
     max_length: int | None = None
+    taps: list[int] | None = None
+    head: str | None = None
 
 
 class TrainAdapterSection(RecipeSection):

@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "data": [],
     "top_k": None,
     "temperature": None,
+    "taps": None,
     "before": False,
     "seed": 0,
 }
@@ -52,7 +53,11 @@ def register(app: typer.Typer) -> None:
 def command(
     bundle: Annotated[File, typer.Argument(help="Folder of the bundle.")] = None,
     kind: Annotated[
-        Word, typer.Option(help="vocab: rules on token ids; centroid: a few examples; fixed; uniform.")
+        Word,
+        typer.Option(
+            help="vocab: rules on token ids; centroid, taps: a few examples; arrow: the adapters alone; "
+            "fixed; uniform."
+        ),
     ] = None,
     expert: Annotated[
         Names, typer.Option(help="fixed: NAME, or NAME=WEIGHT several times. 'base' is no adapter.")
@@ -68,8 +73,11 @@ def command(
         Word, typer.Option(help="vocab: who takes the other tokens: NAME, base, or none.")
     ] = None,
     data: options.Data = None,
-    top_k: Annotated[Whole, typer.Option(help="centroid: adapters per token.")] = None,
-    temperature: Annotated[Number, typer.Option(help="centroid: above 1 softens gates.")] = None,
+    taps: Annotated[
+        Word, typer.Option(help="taps: layers whose input is read, say 1,3,15.", metavar="LAYERS")
+    ] = None,
+    top_k: Annotated[Whole, typer.Option(help="centroid, taps, arrow: adapters per token.")] = None,
+    temperature: Annotated[Number, typer.Option(help="centroid, taps, arrow: above 1 softens gates.")] = None,
     before: Annotated[
         Optional[bool],  # noqa: UP045
         typer.Option("--before", help="vocab: put the rules before the present router."),
@@ -94,6 +102,7 @@ def command(
         "rest": rest,
         "data": data,
         "top_k": top_k,
+        "taps": options.parse_layers(taps),
     }
     flags |= {"temperature": temperature, "before": before, "seed": seed}
     for name in ("expert", "data"):

@@ -41,7 +41,19 @@ def register(app: typer.Typer) -> None:
 def command(
     bundle: Annotated[File, typer.Argument(help="Folder of the bundle.")] = None,
     data: options.Data = None,
-    kind: Annotated[Word, typer.Option(help="context (the default): reads token ids only.")] = None,
+    kind: Annotated[
+        Word,
+        typer.Option(
+            help="context (the default) and sequence read token ids only; taps, layer, hidden and "
+            "context+taps the base's hidden states."
+        ),
+    ] = None,
+    taps: Annotated[
+        Word, typer.Option(help="taps, hidden: layers whose input is read, say 1,3,15.", metavar="LAYERS")
+    ] = None,
+    head: Annotated[
+        Word, typer.Option(help="taps, layer, hidden: mlp (the default), or lda: closed form, few rows.")
+    ] = None,
     steps: Annotated[Whole, typer.Option(help="Training steps at most (500).")] = None,
     seed: Annotated[Whole, typer.Option(help="Seed (0); the same one gives the same router.")] = None,
     top_k: Annotated[Whole, typer.Option("--top-k", help="Adapters per token (1).")] = None,
@@ -62,10 +74,12 @@ def command(
 ) -> None:
     """Train the bundle's router on rows of each adapter's domain: chats ("messages") or plain text ("text").
 
-    Takes seconds and no forward of the base. Rows are also mixed with one another, so that the router learns
-    where a text changes its subject. Ctrl-C keeps a checkpoint; --resume goes on from it.
+    A context router takes seconds and no forward of the base; kinds that read hidden states run the base
+    over some of the rows first. Rows are also mixed with one another, so that the router learns where a text
+    changes its subject. Ctrl-C keeps a checkpoint; --resume goes on from it.
     """
     from molora_cli.core.bundle.store import Bundle, default_bundle
+    from molora_cli.core.training.live_job import LiveSettings
     from molora_cli.core.training.router_job import Job, train_router
     from molora_cli.core.training.router_rows import RouterSettings
 
@@ -75,9 +89,12 @@ def command(
     names = ("steps", "seed", "top_k", "val_share", "rows", "mixes", "max_length")
     given = dict(zip(names, (steps, seed, top_k, val_share, rows, mixes, max_length), strict=True))
     chosen = merge(
-        {**given, "kind": kind}, written, {**{n: getattr(plain, n) for n in names}, "kind": "context"}
+        {**given, "kind": kind, "taps": options.parse_layers(taps), "head": head},
+        written,
+        {**{n: getattr(plain, n) for n in names}, "kind": "context", "taps": None, "head": "mlp"},
     )
     values = {name: setting.value for name, setting in chosen.items()}
+    live = LiveSettings(taps=values.pop("taps"), head=values.pop("head"))
     listed = written.get("data") or []
     specs = data or ([f"{n}={p}" for n, p in listed.items()] if isinstance(listed, dict) else listed)
     path = bundle or (Path(written["bundle"]) if written.get("bundle") else default_bundle())
@@ -85,6 +102,7 @@ def command(
         data=specs,
         kind=values.pop("kind"),
         settings=RouterSettings(**values),
+        live=live,
         work=work_dir,
         resume=resume,
         force=force,

@@ -1,6 +1,7 @@
-"""Texts through a bundle's router without its base: from documents to a trace.
+"""Texts through a bundle's router: from documents to a trace.
 
-A router on token ids needs the tokenizer, and at most the base's input embedding. Documents are tokenised and
+A router on token ids needs the tokenizer, and at most the base's input embedding; one that reads hidden
+states has the base run up to the deepest layer it reads. Documents are tokenised and
 routed in batches of similar length; a long one goes through in blocks, the router's state carried along.
 """
 
@@ -23,6 +24,7 @@ from molora_cli.text import shorten
 
 if TYPE_CHECKING:
     from molora_cli.core.bundle.store import Bundle
+    from molora_cli.core.routed.engine import Engine
     from molora_cli.core.router.stack import RouterStack
 
 # A text as it is, token ids, or the messages of a chat (role, content), which the chat template renders.
@@ -188,7 +190,7 @@ def _read_text(path: Path) -> str:
 
 
 def trace_texts(bundle: Bundle, documents: Iterable[Document], *, ticker: Ticker = no_ticks) -> Trace:
-    """Route documents with the bundle's router and without its base's forward.
+    """Route documents with the bundle's router, without its base's forward where that is not read.
 
     documents: (domain or None, content), read as they are needed. The ticker counts documents.
     Raises InputError where the bundle has no router, the router cannot be used, or there is no document.
@@ -201,13 +203,14 @@ def trace_texts(bundle: Bundle, documents: Iterable[Document], *, ticker: Ticker
             f"train one: molora train-router {shorten(str(bundle.path))} --data NAME=FILE ...",
         )
     texts = Texts(bundle.base_path)
-    router = load_router(bundle, _surroundings(bundle))
+    engine = _engine(bundle)
+    router = engine.router if engine is not None else load_router(bundle, _surroundings(bundle))
     if router is None:  # the spec is there, so this cannot be: said for the type checker
         raise InputError("the bundle lost its router while it was read", "run it again")
     parts = []
     done = 0
-    for window in _windows(documents, WINDOW):
-        parts.append(_trace_window(router, texts, window))
+    for window in _windows(documents, WINDOW if engine is None else WINDOW // 32):
+        parts.append(_trace_window(router, texts, window, engine))
         done += len(window)
         ticker(done)
     trace = join(parts)
@@ -220,6 +223,18 @@ def trace_texts(bundle: Bundle, documents: Iterable[Document], *, ticker: Ticker
         "groups": [list(r) for r in router.group_ranges],
     }
     return trace
+
+
+def _engine(bundle: Bundle) -> Engine | None:
+    """What runs the base, where the bundle's router reads hidden states; else None."""
+    from molora_cli.core.router.kinds import LiveStage, kind_class
+
+    stages = bundle.router_spec.stages if bundle.router_spec else []
+    if not any(issubclass(kind_class(stage.kind), LiveStage) for stage in stages):
+        return None
+    from molora_cli.core.routed.model import load
+
+    return load(bundle.path, base=str(bundle.base_path), backend="torch").engine
 
 
 def _surroundings(bundle: Bundle) -> Any:
@@ -242,7 +257,9 @@ def _windows(documents: Iterable[Document], size: int) -> Iterator[list[Document
         yield window
 
 
-def _trace_window(router: RouterStack, texts: Texts, window: Sequence[Document]) -> Trace:
+def _trace_window(
+    router: RouterStack, texts: Texts, window: Sequence[Document], engine: Engine | None = None
+) -> Trace:
     ids, of_message = texts.encode([content for _, content in window])
     lengths = np.array([len(row) for row in ids], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -266,22 +283,34 @@ def _trace_window(router: RouterStack, texts: Texts, window: Sequence[Document])
     batch: list[int] = []
     for row in [r for r in order.tolist() if lengths[r]]:
         if batch and (len(batch) + 1) * min(BLOCK, int(lengths[row])) > BATCH_TOKENS:
-            _route(router, trace, ids, batch)
+            _route(router, trace, ids, batch, engine)
             batch = []
         batch.append(row)
     if batch:
-        _route(router, trace, ids, batch)
+        _route(router, trace, ids, batch, engine)
     return trace
 
 
-def _route(router: RouterStack, trace: Trace, ids: list[list[int]], rows: list[int]) -> None:
-    """Decide the documents `rows` (shortest first) and write their routes into `trace`."""
+def _route(
+    router: RouterStack, trace: Trace, ids: list[list[int]], rows: list[int], engine: Engine | None
+) -> None:
+    """Decide the documents `rows` (shortest first) and write their routes into `trace`.
+
+    Raises InputError for a document that the base cannot hold where it has to run.
+    """
     import torch
 
     longest = len(ids[rows[-1]])
+    limit = None if engine is None else _context_length(engine)
+    if limit is not None and longest > limit:
+        raise InputError(
+            f"a document has {longest} tokens and this base holds {limit}: its router reads hidden states",
+            "split the document, or use a router on token ids",
+        )
     state = router.start(len(rows))
-    for begin in range(0, longest, BLOCK):
-        width = min(BLOCK, longest - begin)
+    step = BLOCK if engine is None else max(1, longest)
+    for begin in range(0, longest, step):
+        width = min(step, longest - begin)
         block = torch.zeros(len(rows), width, dtype=torch.int64)
         real = np.zeros((len(rows), width), dtype=bool)
         for i, row in enumerate(rows):
@@ -291,14 +320,23 @@ def _route(router: RouterStack, trace: Trace, ids: list[list[int]], rows: list[i
         with torch.no_grad():
             # no mask: routers on ids are causal and padding stands on the right, so it changes no route that
             # is kept and no state that is read again; with a mask they would first pack every row
-            decision, state = router.decide(block, None, state)
+            if engine is None:
+                decision, state = router.decide(block, None, state)
+            else:
+                decision = engine.decide(block.to(engine.device))
         target = np.concatenate(
             [
                 np.arange(n) + trace.starts[row] + begin
                 for row, n in zip(rows, real.sum(1).tolist(), strict=True)
             ]
         )
-        trace.indices[target] = decision.route.indices.numpy()[real]
-        trace.gates[target] = decision.route.gates.numpy()[real]
+        trace.indices[target] = decision.route.indices.cpu().numpy()[real]
+        trace.gates[target] = decision.route.gates.cpu().numpy()[real]
         if trace.scores is not None:
-            trace.scores[target] = decision.scores.numpy()[real]
+            trace.scores[target] = decision.scores.cpu().numpy()[real]
+
+
+def _context_length(engine: Engine) -> int | None:
+    from molora_cli.core.generate import context_length
+
+    return context_length(engine.config)

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from molora_cli.core.routed.call import Call, argument_names, read_call
 from molora_cli.core.routed.context import Context, layer_ranges
 from molora_cli.core.routed.first_pass import FirstPass
-from molora_cli.core.routed.live import LayerHooks, ModuleHooks
+from molora_cli.core.routed.live import Enough, LayerHooks, ModuleHooks
 from molora_cli.core.routed.modules import RoutedModule
 from molora_cli.core.routed.outputs import Routed, add_trace
 from molora_cli.core.routed.route import BASE, Route
@@ -27,7 +27,7 @@ from molora_cli.core.routed.state import RouterState, bind, state_of
 from molora_cli.errors import InputError
 
 if TYPE_CHECKING:
-    from molora_cli.core.router.deciding import Deciding
+    from molora_cli.core.router.deciding import Deciding, Decision
     from molora_cli.core.router.stack import RouterStack
 
 AUTO, OFF = "auto", "off"
@@ -65,6 +65,8 @@ class Engine:
         self._deciding: Deciding | None = None  # kept for layers that run again in the backward pass
         self._hooks: list[LayerHooks | ModuleHooks] = []
         self._first_pass: FirstPass | None = None
+        self._taps: list[int] = []  # layers that the router reads in the routed forward
+        self._asks_modules = False
         self._router: RouterStack | None = None
         self.router = router
         self._handles = [
@@ -85,10 +87,12 @@ class Engine:
         self._router = router
         if router is None or not router.live:
             return
-        taps = [t for stage in router.live if not (stage.first_pass or stage.per_module) for t in stage.taps]
-        if taps:
-            self._hooks.append(LayerHooks(self._base, taps, self._at_layer))
-        if any(stage.per_module for stage in router.live):
+        plain = [stage for stage in router.live if not (stage.first_pass or stage.per_module)]
+        self._taps = [tap for stage in plain for tap in stage.taps]
+        self._asks_modules = any(stage.per_module for stage in router.live)
+        if self._taps:
+            self._hooks.append(LayerHooks(self._base, self._taps, self._at_layer))
+        if self._asks_modules:
             self._hooks.append(ModuleHooks(self._base, self._at_module))
         early = {t for stage in router.live if stage.first_pass for t in stage.taps}
         if early:
@@ -98,12 +102,54 @@ class Engine:
         for hook in [*self._hooks, *([self._first_pass] if self._first_pass else [])]:
             hook.remove()
         self._hooks, self._first_pass, self._deciding = [], None, None
+        self._taps, self._asks_modules = [], False
+
+    @property
+    def device(self) -> torch.device:
+        return self._base.device
+
+    @property
+    def config(self) -> Any:
+        return self._base.config
 
     def remove(self) -> None:
         """Take the hooks off the base."""
         self._unhook()
         for handle in self._handles:
             handle.remove()
+
+    @torch.no_grad()
+    def decide(self, ids: Tensor, mask: Tensor | None = None) -> Decision:
+        """The router's decision about whole sequences, without finishing the forward.
+
+        ids (B, T) int64; mask (B, T) bool, False = padding. The base runs up to the deepest layer that the
+        router reads, not at all for a router on ids. Raises InputError where there is no router.
+        """
+        router = self.router
+        if router is None or not router.live:
+            self._need_router()
+            assert router is not None
+            return router.decide(ids, mask, router.start(len(ids)))[0]
+
+        def stop(layer: int, hidden: Tensor) -> None:
+            if self._deciding is not None:  # not yet in a first pass
+                raise Enough
+
+        # behind the router's own hook on the same layer; modules that decide by themselves are on all layers
+        last = self.context.n_layers if self._asks_modules else max([0, *self._taps])
+        hook = LayerHooks(self._base, [last], stop)
+        mode, self.mode = self.mode, AUTO
+        try:
+            attention = None if mask is None else mask.long()
+            self._base(input_ids=ids, attention_mask=attention, use_cache=False)
+        except Enough:
+            pass
+        finally:
+            self.mode = mode
+            hook.remove()
+        deciding, self._deciding = self._deciding, None
+        assert deciding is not None  # the hook before the forward has made it
+        return deciding.decision()
 
     # -- before the forward --------------------------------------------------
     def _before(
@@ -167,12 +213,9 @@ class Engine:
 
     def _begin(self, running: _Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have the router decide what it can before the forward, and plan it."""
+        self._need_router()
         call, past, router = running.call, running.past, self.router
-        if router is None:
-            raise InputError(
-                "no router decides which adapter a token takes",
-                "give route=, choose an adapter with only(), or run: molora train-router BUNDLE ...",
-            )
+        assert router is not None
         if not call.has_ids and router.needs_ids:
             raise InputError(
                 "the router reads token ids, but only inputs_embeds were given",
@@ -190,6 +233,13 @@ class Engine:
             for group in deciding.ready:
                 self._plan(deciding, group)
         running.deciding = self._deciding = deciding
+
+    def _need_router(self) -> None:
+        if self.router is None:
+            raise InputError(
+                "no router decides which adapter a token takes",
+                "give route=, choose an adapter with only(), or run: molora train-router BUNDLE ...",
+            )
 
     def _plan(self, deciding: Deciding, group: int) -> None:
         layers = deciding.stack.group_ranges[group]

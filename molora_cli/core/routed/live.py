@@ -34,6 +34,10 @@ def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+class Enough(Exception):  # noqa: N818 - no error: it ends a forward once the deepest wanted layer is reached
+    """Raised in a layer hook by who wants no more of a forward, and caught by the same."""
+
+
 class LayerHooks:
     """Calls tap(layer, hidden (B, T, d)) with the input of each layer in `taps` before it runs; the number of
     layers stands for what the last layer gives."""

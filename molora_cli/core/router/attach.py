@@ -21,19 +21,21 @@ from molora_cli.text import shorten
 
 if TYPE_CHECKING:
     from molora_cli.core.bundle.store import Bundle
-    from molora_cli.core.training.router_rows import TokenRow
+    from molora_cli.core.training.router_rows import RouterRows, TokenRow
 
-KINDS = ("vocab", "centroid", "fixed", "uniform")
+KINDS = ("vocab", "centroid", "taps", "arrow", "fixed", "uniform")
 _EXAMPLES = 400  # rows of a domain that a centroid router reads at most
+_TAP_EXAMPLES = 80  # of a taps router, which runs the base over each
 # which options mean something for which kind
 _OPTIONS = {
     "expert": ("fixed",),
     "rule": ("vocab",),
     "rest": ("vocab",),
     "before": ("vocab",),
-    "data": ("centroid",),
-    "top-k": ("centroid",),
-    "temperature": ("centroid",),
+    "data": ("centroid", "taps"),
+    "taps": ("taps",),
+    "top-k": ("centroid", "taps", "arrow"),
+    "temperature": ("centroid", "taps", "arrow"),
 }
 
 
@@ -50,6 +52,7 @@ class Request:
     temperature: float | None = None
     before: bool = False
     seed: int = 0
+    taps: Sequence[int] | None = None
 
 
 @dataclass
@@ -75,8 +78,11 @@ def attach(bundle: Bundle, request: Request, *, force: bool = False, ticker: Tic
         stage, summary = uniform_spec(bundle.adapters), {}
     elif request.kind == "vocab":
         stage, tensors, summary = _vocab(bundle, request)
+    elif request.kind == "arrow":
+        stage, tensors, summary = _arrow(bundle, request)
     else:
-        stage, tensors, summary, training = _centroid(bundle, request, notes, ticker)
+        fit = _taps if request.kind == "taps" else _centroid
+        stage, tensors, summary, training = fit(bundle, request, notes, ticker)
     spec = RouterSpec(stages=[stage], tokenizer=bundle.manifest.base.fingerprint.tokenizer, training=training)
     everything = join_tensors([tensors])
     if request.before:
@@ -91,7 +97,9 @@ def attach(bundle: Bundle, request: Request, *, force: bool = False, ticker: Tic
 
 def _check_request(bundle: Bundle, request: Request, force: bool) -> None:
     if request.kind not in KINDS:
-        hint = f"molora train-router {bundle.path} --data NAME=FILE ..." if request.kind == "context" else ""
+        trained = ("context", "layer", "hidden", "context+taps", "sequence")
+        hint = f"molora train-router {bundle.path} --kind {request.kind} --data NAME=FILE ..."
+        hint = hint if request.kind in trained else ""
         raise InputError(
             f"attach-router makes no router of kind '{shorten(request.kind, 40)}'",
             hint or f"--kind takes {', '.join(KINDS)}",
@@ -102,6 +110,7 @@ def _check_request(bundle: Bundle, request: Request, force: bool) -> None:
         "rest": request.rest is not None,
         "before": request.before,
         "data": bool(request.data),
+        "taps": request.taps is not None,
         "top-k": request.top_k is not None,
         "temperature": request.temperature is not None,
     }
@@ -183,18 +192,8 @@ def _centroid(
     bundle: Bundle, request: Request, notes: list[str], ticker: Ticker
 ) -> tuple[StageSpec, dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     from molora_cli.core.base.embedding import read_embedding
-    from molora_cli.core.training.data import conflicts, read_domains
-    from molora_cli.core.training.router_rows import RouterSettings, prepare
 
-    specs = [BASE_EXPERT + text[4:] if text.startswith("base=") else text for text in request.data]
-    domains = read_domains(specs, known=[*bundle.adapters, BASE_EXPERT])
-    notes += conflicts(domains)
-    # some rows that change domain: without them 81 % of tokens are right where two questions share a prompt,
-    # with them 90 % (64 examples a domain; two turns 91 and 95 %, one domain 98 and 97.5 %)
-    mixes = sum(min(len(found), _EXAMPLES) for found in domains.values()) // 4
-    settings = RouterSettings(mixes=mixes, rows=_EXAMPLES, val_share=0.2, seed=request.seed)
-    rows = prepare(domains, _tokenizer(bundle), settings, ticker=ticker)
-    notes += rows.notes
+    rows = _examples(bundle, request, _EXAMPLES, notes, ticker)
     embedding = read_embedding(bundle.base_path)
     learnt = [row for found in rows.train.values() for row in found]
     held = [row for found in rows.held_out.values() for row in found]
@@ -205,6 +204,72 @@ def _centroid(
         accuracy = {name: _accuracy(trial, rows.held_out[name]) for name in rows.experts}
         # measured; now they may teach too
         stage, tensors = extend_centroid(stage, tensors, embedding, held, rows.experts)
+    return _finish(stage, tensors, request, rows, accuracy, notes)
+
+
+def _arrow(bundle: Bundle, request: Request) -> tuple[StageSpec, dict[str, Tensor], dict[str, Any]]:
+    from molora_cli.core.adapter.factors import load_bundle_factors
+    from molora_cli.core.base.structure import read_structure
+    from molora_cli.core.router.arrow import fit_arrow
+
+    entries = bundle.manifest.adapters
+    factors = {entry.name: load_bundle_factors(bundle.folder(entry.name), entry) for entry in entries}
+    stage, tensors = fit_arrow(factors, read_structure(bundle.base_path).n_layers, seed=request.seed)
+    stage.k = min(len(stage.experts), stage.k if request.top_k is None else request.top_k)
+    stage.temperature = stage.temperature if request.temperature is None else request.temperature
+    return stage, tensors, {"modules": len(tensors), "seed": request.seed}
+
+
+def _taps(
+    bundle: Bundle, request: Request, notes: list[str], ticker: Ticker
+) -> tuple[StageSpec, dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    from molora_cli.core.router.taps import LDA
+    from molora_cli.core.training.live_job import (
+        LiveSettings,
+        attached_model,
+        fit_live,
+        live_accuracy,
+        live_score,
+    )
+
+    rows = _examples(bundle, request, _TAP_EXAMPLES, notes, ticker)
+    model = attached_model(bundle)
+    learnt = [row for found in rows.train.values() for row in found]
+    live = LiveSettings(taps=request.taps, head=LDA)
+    stage, tensors = fit_live("taps", model, learnt, rows.experts, live, ticker=ticker)
+    score = live_score(model, RouterSpec(stages=[stage]), join_tensors([tensors]))
+    accuracy = {name: live_accuracy(score, rows.held_out[name]) for name in rows.experts}
+    counts = tensors["taps.0.statistics.count"].tolist()
+    stage.params["tokens"] = {name: int(n) for name, n in zip(rows.experts, counts, strict=True)}
+    return _finish(stage, tensors, request, rows, accuracy, notes)
+
+
+def _examples(bundle: Bundle, request: Request, most: int, notes: list[str], ticker: Ticker) -> RouterRows:
+    """Labelled token rows of `--data`, at most `most` of a domain."""
+    from molora_cli.core.training.data import conflicts, read_domains
+    from molora_cli.core.training.router_rows import RouterSettings, prepare
+
+    specs = [BASE_EXPERT + text[4:] if text.startswith("base=") else text for text in request.data]
+    domains = read_domains(specs, known=[*bundle.adapters, BASE_EXPERT])
+    notes += conflicts(domains)
+    # some rows that change domain: without them 81 % of tokens are right where two questions share a prompt,
+    # with them 90 % (64 examples a domain; two turns 91 and 95 %, one domain 98 and 97.5 %)
+    mixes = sum(min(len(found), most) for found in domains.values()) // 4
+    settings = RouterSettings(mixes=mixes, rows=most, val_share=0.2, seed=request.seed)
+    rows = prepare(domains, _tokenizer(bundle), settings, ticker=ticker)
+    notes += rows.notes
+    return rows
+
+
+def _finish(
+    stage: StageSpec,
+    tensors: dict[str, Tensor],
+    request: Request,
+    rows: RouterRows,
+    accuracy: dict[str, float | None],
+    notes: list[str],
+) -> tuple[StageSpec, dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """The stage with the settings that were asked for, and what to say of it."""
     stage.k = stage.k if request.top_k is None else request.top_k
     stage.temperature = stage.temperature if request.temperature is None else request.temperature
     for name, value in accuracy.items():

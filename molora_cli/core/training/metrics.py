@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,13 +80,28 @@ class Measured:
         }
 
 
+# (ids (B, T) int64, mask (B, T) bool) -> log-probabilities (B, T, E)
+Score = Callable[[Tensor, Tensor], Tensor]
+
+
+def stage_score(stage: IdStage) -> Score:
+    """How a stage on ids scores whole rows."""
+
+    def score(ids: Tensor, mask: Tensor) -> Tensor:
+        return stage.score(ids, mask, stage.start(len(ids)))[0].logp[:, :, 0]
+
+    return score
+
+
 def _count(experts: int, labels: Tensor, chosen: Tensor) -> Tensor:
     return torch.bincount(labels * experts + chosen, minlength=experts * experts).view(experts, experts)
 
 
 @torch.no_grad()
-def measure(stage: IdStage, rows: RouterRows) -> Measured:
-    """Route the held-out rows with the stage itself (float64, top-1), as it will route in use."""
+def measure(score: IdStage | Score, rows: RouterRows) -> Measured:
+    """Route the held-out rows with the router itself (float64, top-1), as it will route in use."""
+    if isinstance(score, IdStage):
+        score = stage_score(score)
     experts = len(rows.experts)
     held = any(rows.held_out[name] for name in rows.experts)
     groups = rows.held_out if held else rows.train
@@ -106,8 +121,7 @@ def measure(stage: IdStage, rows: RouterRows) -> Measured:
             part = ordered[first : first + _BATCH]
             ids, labels, completion = collate(part)
             real = _real(part, ids.shape[1])
-            scores, _ = stage.score(ids, real, stage.start(len(part)))
-            logp = scores.logp[:, :, 0]  # (B, T, E)
+            logp = score(ids, real)  # (B, T, E)
             chosen = logp.argmax(-1)
             known = labels >= 0
             if name == MIXED:

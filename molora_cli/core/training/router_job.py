@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from molora_cli.core.base.embedding import read_embedding
 from molora_cli.core.base.model import load_tokenizer
 from molora_cli.core.router.context import ContextStage
-from molora_cli.core.router.files import stage_tensors
+from molora_cli.core.router.files import join_tensors, stage_tensors
 from molora_cli.core.router.kinds import BASE_EXPERT, Surroundings
+from molora_cli.core.router.sequence import SequenceStage, answer_marker, fit_sequence
+from molora_cli.core.router.spec import RouterSpec
 from molora_cli.core.training.data import Example, conflicts, read_domains
+from molora_cli.core.training.live_job import (
+    CONTEXT_TAPS,
+    LIVE_KINDS,
+    LiveSettings,
+    attached_model,
+    live_score,
+    measured_rows,
+    train_live,
+)
 from molora_cli.core.training.metrics import Measured, data_warnings, measure, result_warnings
-from molora_cli.core.training.router_loop import CHECKPOINT, train_context
-from molora_cli.core.training.router_rows import RouterSettings, prepare
+from molora_cli.core.training.router_loop import CHECKPOINT, Trained, train_context
+from molora_cli.core.training.router_rows import RouterRows, RouterSettings, prepare
 from molora_cli.errors import InputError
 from molora_cli.out import Ticker, no_ticks
 from molora_cli.text import shorten
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from molora_cli.core.bundle.store import Bundle
 
+KINDS = ("context", *LIVE_KINDS, "sequence")
 _SHOWN_CONFLICTS = 3
 
 
@@ -35,6 +50,7 @@ class Job:
 
     data: Sequence[str]
     settings: RouterSettings = field(default_factory=RouterSettings)
+    live: LiveSettings = field(default_factory=LiveSettings)
     kind: str = "context"
     work: Path | None = None
     resume: bool = False
@@ -66,7 +82,7 @@ def train_router(
     ticker: Ticker = no_ticks,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Train a context router on labelled rows and write it into the bundle.
+    """Train a router on labelled rows and write it into the bundle.
 
     ticker: sees the rows being read, then the steps. warn: called for what is wrong with the data before
     training starts, and with the router after it. Raises InputError for rows, names or options that do not
@@ -83,27 +99,11 @@ def train_router(
         raise InputError(
             f"the base {base_path} has no tokenizer", "put its tokenizer.json beside its weights"
         )
-    rows = prepare(domains, tokenizer, job.settings, ticker=ticker)
-    embedding = read_embedding(base_path)
+    rows = prepare(domains, tokenizer, _row_settings(job), ticker=ticker)
     work = job.work or work_folder(bundle)
     with ExitStack() as stack:
         record = _recorder(job, stack)
-        trained = train_context(
-            rows,
-            embedding,
-            job.settings,
-            work=work,
-            resume=job.resume,
-            again=job.again,
-            ticker=ticker,
-            record=record,
-        )
-        stage = ContextStage(
-            trained.spec.stages[0],
-            stage_tensors(trained.tensors, 0),
-            Surroundings(n_layers=1, embedding=embedding),
-        )
-        measured = measure(stage, rows)
+        trained, measured = _trained(bundle, job, rows, tokenizer, work, ticker, record)
         trained.spec.tokenizer = bundle.manifest.base.fingerprint.tokenizer
         trained.spec.training["held_out"] = measured.document()
         record({"step": trained.steps, "final": measured.document()})
@@ -129,11 +129,78 @@ def train_router(
     return Report(measured, warnings + found, rows.notes, document)
 
 
+def _row_settings(job: Job) -> RouterSettings:
+    """Rows cost a forward each where hidden states are read: no more are prepared than are used."""
+    if job.kind not in LIVE_KINDS or job.kind == CONTEXT_TAPS:
+        return job.settings
+    wanted, mixes = round(job.live.rows / (1 - job.settings.val_share)) + 1, job.live.mixes
+    return replace(job.settings, rows=min(job.settings.rows, wanted), mixes=min(job.settings.mixes, mixes))
+
+
+def _trained(
+    bundle: Bundle,
+    job: Job,
+    rows: RouterRows,
+    tokenizer: Any,
+    work: Path,
+    ticker: Ticker,
+    record: Callable[[dict[str, Any]], None],
+) -> tuple[Trained, Measured]:
+    """A router of the kind that is asked for, and what it does on held-out rows."""
+    began = time.monotonic()
+    embedding = read_embedding(bundle.base_path)
+    around = Surroundings(n_layers=1, embedding=embedding)
+    context = None
+    if job.kind in ("context", CONTEXT_TAPS):
+        context = train_context(
+            rows,
+            embedding,
+            job.settings,
+            work=work,
+            resume=job.resume,
+            again=job.again,
+            ticker=ticker,
+            record=record,
+        )
+    if job.kind == "context":
+        assert context is not None
+        stage = ContextStage(context.spec.stages[0], stage_tensors(context.tensors, 0), around)
+        return context, measure(stage, rows)
+    if job.kind == "sequence":
+        labelled = [(row, i) for i, name in enumerate(rows.experts) for row in rows.train[name]]
+        marker = answer_marker(tokenizer)
+        spec, own = fit_sequence(embedding, labelled, rows.experts, marker=marker, seed=job.settings.seed)
+        made = _as_trained(rows, RouterSpec(stages=[spec]), join_tensors([own]), began)
+        return made, measure(SequenceStage(spec, own, around), rows)
+    model = attached_model(bundle, tokenizer)
+    known = None if context is None else (context.spec, context.tensors)
+    found, tensors = train_live(job.kind, model, rows, job.settings, job.live, context=known, ticker=ticker)
+    made = _as_trained(rows, found, tensors, began, context)
+    made.spec.training["live"] = asdict(job.live)
+    return made, measure(live_score(model, found, tensors), measured_rows(rows))
+
+
+def _as_trained(
+    rows: RouterRows,
+    spec: RouterSpec,
+    tensors: dict[str, Tensor],
+    began: float,
+    context: Trained | None = None,
+) -> Trained:
+    spec.training.setdefault("data", dict(rows.digests))
+    spec.training.setdefault("documents", dict(rows.documents))
+    seconds = time.monotonic() - began
+    steps, best, early = (0, 0, False)
+    if context is not None:
+        steps, best, early = context.steps, context.best_step, context.stopped_early
+    return Trained(spec, tensors, steps, best, early, seconds)
+
+
 def _check(bundle: Bundle, job: Job) -> None:
-    if job.kind != "context":
+    if job.kind not in KINDS:
         raise InputError(
             f"train-router trains no router of kind '{shorten(job.kind, 40)}'",
-            "--kind context; routers without training: molora attach-router BUNDLE --kind ...",
+            f"--kind {', '.join(KINDS)}; without training: molora attach-router BUNDLE --kind ...",
         )
     if not job.data:
         raise InputError("no training rows were given", "give --data NAME=FILE once for each adapter")
