@@ -109,11 +109,15 @@ def test_a_measured_tile_is_kept_and_a_damaged_file_is_none(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     tiles._measured.cache_clear()
     times = iter([3.0, 1.0, 2.0, 4.0])
-    monkeypatch.setattr(tiles, "measure", lambda run: (run(), next(times))[1])
+    monkeypatch.setattr(tiles, "measure", lambda launch: (launch(), next(times))[1])
     seen: list[tiles.Decode] = []
+
+    def run() -> None:
+        seen.append(tiles.decode_tile(64, 512, torch.bfloat16))
+
     try:
         assert tiles.decode_tile(64, 512, torch.bfloat16) == tiles.DECODE[0]
-        assert tiles.tune_decode(64, 512, torch.bfloat16, seen.append) == tiles.DECODE[1]
+        assert tiles.tune_decode(64, 512, torch.bfloat16, run) == tiles.DECODE[1]
         assert seen == list(tiles.DECODE)
         assert tiles.decode_tile(64, 512, torch.bfloat16) == tiles.DECODE[1]
         assert tiles.decode_tile(64, 512, torch.float16) == tiles.DECODE[0]
@@ -127,7 +131,10 @@ def test_a_measured_tile_is_kept_and_a_damaged_file_is_none(
 
 
 def test_steps_stay_bounded() -> None:
-    assert [tiles.rank_step(r, dot=True) for r in (1, 16, 17, 256)] == [16, 16, 32, 64]
-    assert [tiles.rank_step(r, dot=False) for r in (1, 6, 256)] == [4, 8, 32]
+    assert tiles.prefill_step(256, torch.float32) == 16
+    assert [tiles.prefill_step(r, torch.bfloat16) for r in (1, 16, 17, 256)] == [16, 16, 32, 64]
+    assert [tiles.decode_step(r, split) for r in (1, 6, 256) for split in (True, False)] == [
+        4, 4, 8, 8, 32, 16,
+    ]  # fmt: skip
     for n_slots in (1, 2, 9, 257):
         assert tiles.sort_block(n_slots) * tiles.power_of_two(n_slots, 2) <= tiles.TILE_LIMIT

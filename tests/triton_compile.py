@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from molora_kernels.triton_ops import _decode, _prefill, _sort, tiles
 from triton.backends.compiler import GPUTarget
@@ -27,6 +28,7 @@ POINTERS = {
     "out_scale": "*fp32", "out_bias": "*fp32",
     **dict.fromkeys(("counts", "base", "offsets", "tiles", "order"), "*i32"),
 }  # fmt: skip
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FACTORS = ("x", "W", "bias", "y", "A", "B", "out", "hidden")
 # sizes and strides of real models are multiples of 16, which decides the width of loads
 MULTIPLES = ("inputs", "outputs", "width", "s_xn", "s_wo", "s_yn", "s_ar", "s_br", "s_on", "s_ms", "s_cs")
@@ -61,26 +63,25 @@ def builds(every: bool) -> Iterator[Build]:
 
 
 def _decode_builds(dtype: str, rank: int, every: bool) -> Iterator[Build]:
-    step = tiles.rank_step(rank, dot=False)
-    rows = min(step, 4)
-    yield Build(_decode.shrink_rows, dtype, rank, {"TOPK": 2, "BR": rows, "BK": 512})
+    yield Build(_decode.shrink_rows, dtype, rank, {"TOPK": 2, "BR": 4, "BK": 512})
     for tile in tiles.DECODE if every and rank == 16 else tiles.DECODE[:1]:
         for fused, split in ((True, False), (True, True), (False, True)) if every else ((True, rank > 16),):
             flags = {"HAS_W": fused, "HAS_Z": split}
             flags |= dict.fromkeys(("HAS_BIAS", "HAS_SCALE", "HAS_SLOT_BIAS"), rank != 16)
-            sizes = {"TOPK": 4 if rank == 4 else 2, "BN": tile.bn, "BK": tile.bk, "BR": step}
+            sizes = {"TOPK": 4 if rank == 4 else 2, "BN": tile.bn, "BK": tile.bk}
+            sizes["BR"] = tiles.decode_step(rank, split)
             yield Build(_decode.linear_rows, dtype, rank, {**flags, **sizes}, tile.warps)
 
 
 def _prefill_builds(dtype: str, rank: int, every: bool) -> Iterator[Build]:
-    step = tiles.rank_step(rank, dot=True)
+    step = tiles.prefill_step(rank, DTYPES[dtype])
     for tile in tiles.PREFILL if every and rank in (16, 64) else tiles.PREFILL[:1]:
         common = {"SP": 8, "BM": tile.bm, "BR": step, "UPCAST": False}
         shrink = {**common, "BK": tile.bk}
         yield Build(_prefill.shrink_sorted, dtype, rank, shrink, tile.warps, tile.shrink_stages)
         for first, dora in ((True, False), (False, False), (True, True)) if every else ((True, False),):
             flags = {"FIRST": first, "HAS_BIAS": dora, "HAS_SCALE": dora, "HAS_SLOT_BIAS": dora}
-            expand = {**common, **flags, "BN": tile.bn}
+            expand = {**common, **flags, "BN": tiles.prefill_outputs(tile, 4096, DTYPES[dtype])}
             yield Build(_prefill.expand_sorted, dtype, rank, expand, tile.warps, tile.expand_stages)
 
 
@@ -104,9 +105,10 @@ def report(build: Build, arch: str) -> dict[str, Any]:
     """Registers, spills, shared memory and the tensor-core instruction of one build for one GPU."""
     cuda = arch.startswith("sm_")
     target = GPUTarget("cuda", int(arch[3:]), 32) if cuda else GPUTarget("hip", arch, 64)
-    made = triton.compile(
-        source(build), target=target, options={"num_warps": build.warps, "num_stages": build.stages}
-    )
+    options = {"num_warps": build.warps, "num_stages": build.stages}
+    if cuda:
+        options |= tiles.registers(build.constants.get("HAS_SCALE", False))
+    made = triton.compile(source(build), target=target, options=options)
     row = {
         "arch": arch,
         "kernel": build.kernel.__name__,

@@ -91,15 +91,11 @@ def expand_sorted(
     if wanted:
         source = out + token[:, None] * s_on + o[None, :]
         base = y + token[:, None] * s_yn + o[None, :]
-        if FIRST:
-            total = tl.load(base, mask=mask, other=0.0).to(tl.float32)
-        else:
-            total = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        delta = tl.zeros([BM, BN], dtype=tl.float32)
         if slot > 0:
             first = tl.load(extent + 2 * slot)
             rank = tl.load(extent + 2 * slot + 1).to(tl.int32)
             row = hidden + (j.to(tl.int64) * tokens + place.to(tl.int64))[:, None] * width
-            acc = tl.zeros([BM, BN], dtype=tl.float32)
             for c in range(0, rank, BR):
                 r = c + tl.arange(0, BR)
                 hv = tl.load(row + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
@@ -111,17 +107,21 @@ def expand_sorted(
                 if UPCAST:
                     hv = hv.to(tl.float32)
                     bv = bv.to(tl.float32)
-                acc = tl.dot(hv, bv, acc, input_precision="ieee")
+                delta = tl.dot(hv, bv, delta, input_precision="ieee")
             if HAS_SCALE:
                 plain = tl.load(base, mask=mask, other=0.0).to(tl.float32)
                 if HAS_BIAS:
                     plain -= tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[None, :]
                 m = tl.load(out_scale + slot * s_ms + o, mask=o < outputs, other=1.0).to(tl.float32)[None, :]
-                acc = acc * m + plain * (m - 1.0)
+                delta = delta * m + plain * (m - 1.0)
             if HAS_SLOT_BIAS:
-                acc += tl.load(out_bias + slot * s_cs + o, mask=o < outputs, other=0.0).to(tl.float32)[
-                    None, :
-                ]
+                constant = tl.load(out_bias + slot * s_cs + o, mask=o < outputs, other=0.0)
+                delta += constant.to(tl.float32)[None, :]
             gate = tl.load(weights + token * s_gn + j * s_gj, mask=inside, other=0.0).to(tl.float32)
-            total += acc * gate[:, None]
-        tl.store(source, total.to(out.dtype.element_ty), mask=mask)
+            delta *= gate[:, None]
+        # read late: two tiles of fp32 at once would not fit into the registers
+        if FIRST:
+            total = tl.load(base, mask=mask, other=0.0)
+        else:
+            total = tl.load(source, mask=mask, other=0.0)
+        tl.store(source, (total.to(tl.float32) + delta).to(out.dtype.element_ty), mask=mask)

@@ -48,9 +48,9 @@ def decode(
         return out
     x, A = _rows(x), _rows(A)
     tile = tiles.decode_tile(outputs, inputs, x.dtype)
-    step = tiles.rank_step(max_rank, dot=False)
     choices = slots.shape[1]
     split = split and choices > 0
+    step = tiles.decode_step(max_rank, split)
     z = x.new_empty((tokens, choices, max_rank) if split else (1,), dtype=torch.float32)
     if split:
         rows = min(step, 4)  # few rows a program: the launch has to fill the GPU with one token
@@ -74,6 +74,7 @@ def decode(
         TOPK=choices, HAS_W=weight is not None, HAS_BIAS=bias is not None, HAS_Z=split,
         HAS_SCALE=out_scale is not None, HAS_SLOT_BIAS=out_bias is not None,
         BN=tile.bn, BK=tile.bk, BR=step, num_warps=tile.warps,
+        **tiles.registers(out_scale is not None),
     )  # fmt: skip
     return out
 

@@ -53,7 +53,7 @@ def prefill(
         return out.copy_(y)
     x, y, A = _rows(x), _rows(y), _rows(A)
     tile = tiles.prefill_tile()
-    step = tiles.rank_step(max_rank, dot=True)
+    step = tiles.prefill_step(max_rank, B.dtype)
     width = -(-max_rank // step) * step
     n_slots = extent.shape[0]
     slots_width = tiles.power_of_two(n_slots, 2)
@@ -67,7 +67,7 @@ def prefill(
     )  # fmt: skip
     m = x if out_scale is None else _rows(out_scale)
     c = x if out_bias is None else _rows(out_bias)
-    width_out = min(tile.bn, tiles.power_of_two(outputs, 16))
+    width_out = tiles.prefill_outputs(tile, outputs, B.dtype)
     for j in range(choices):
         device.expand_sorted[(most, -(-outputs // width_out))](
             hidden, y, x if bias is None else bias.contiguous(), B, extent, weights, m, c,
@@ -78,6 +78,7 @@ def prefill(
             HAS_SCALE=out_scale is not None, HAS_SLOT_BIAS=out_bias is not None,
             SP=slots_width, BM=block, BN=width_out, BR=step,
             UPCAST=interpreted(), num_warps=tile.warps, num_stages=tile.expand_stages,
+            **tiles.registers(out_scale is not None),
         )  # fmt: skip
     return out
 

@@ -39,7 +39,7 @@ class Prefill(NamedTuple):
 
 
 DECODE = (Decode(16, 256, 4), Decode(8, 512, 4), Decode(32, 128, 4), Decode(16, 512, 8))
-PREFILL = (Prefill(32, 128, 64, 4, 3, 2), Prefill(64, 128, 64, 4, 3, 2), Prefill(64, 64, 64, 4, 3, 2))
+PREFILL = (Prefill(32, 128, 64, 4, 3, 2), Prefill(64, 128, 64, 8, 3, 2), Prefill(64, 64, 64, 4, 3, 2))
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -47,9 +47,27 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
-def rank_step(max_rank: int, *, dot: bool) -> int:
-    """Columns of low rank per step: bounded, so that registers are too; `tl.dot` needs 16 at least."""
-    return min(64, power_of_two(max_rank, 16)) if dot else min(32, power_of_two(max_rank, 4))
+def decode_step(max_rank: int, split: bool) -> int:
+    """Columns of low rank per step: bounded, so that registers are too. Not `split`, the tile holds rows of A
+    besides."""
+    return min(32 if split else 16, power_of_two(max_rank, 4))
+
+
+def prefill_step(max_rank: int, dtype: torch.dtype) -> int:
+    """Likewise for the sorted kernels; `tl.dot` takes 16 at least; its fp32 operands lie in registers."""
+    return 16 if dtype == torch.float32 else min(64, power_of_two(max_rank, 16))
+
+
+def prefill_outputs(tile: Prefill, outputs: int, dtype: torch.dtype) -> int:
+    """Outputs per tile of expand."""
+    most = 32 if dtype == torch.float32 else tile.bn  # without tensor cores the operands lie in registers
+    return min(most, power_of_two(outputs, 16))
+
+
+def registers(scaled: bool) -> dict[str, int]:
+    """Launch options of the larger kernels. With an output scale the assembler rather spills a little than
+    loses occupancy, so it is told the limit; HIP has no such option."""
+    return {"maxnreg": 255} if scaled and torch.version.hip is None else {}
 
 
 def sort_block(n_slots: int) -> int:
@@ -76,13 +94,13 @@ def prefill_tile() -> Prefill:
     return Prefill(*found) if found else PREFILL[0]
 
 
-def tune_decode(outputs: int, inputs: int, dtype: torch.dtype, run: Callable[[Decode], None]) -> Decode:
-    """Measure `run` for every decode tile and keep the fastest. run(tile) launches once, on the GPU."""
+def tune_decode(outputs: int, inputs: int, dtype: torch.dtype, run: Callable[[], object]) -> Decode:
+    """Measure `run`, which launches the op once, with every decode tile, and keep the fastest."""
     return Decode(*_keep(_decode_key(outputs, inputs, dtype), DECODE, run))
 
 
-def tune_prefill(run: Callable[[Prefill], None]) -> Prefill:
-    """Likewise for the sorted kernels; run(tile) sorts, shrinks and expands."""
+def tune_prefill(run: Callable[[], object]) -> Prefill:
+    """Likewise for the sorted kernels; run() sorts, shrinks and expands."""
     return Prefill(*_keep("prefill", PREFILL, run))
 
 
@@ -90,20 +108,29 @@ def _decode_key(outputs: int, inputs: int, dtype: torch.dtype) -> str:
     return f"decode {outputs}x{inputs} {dtype}"
 
 
-def _keep(key: str, candidates: Sequence, run: Callable) -> tuple:
-    times = [measure(functools.partial(run, tile)) for tile in candidates]
-    best = candidates[times.index(min(times))]
-    table = {**_measured(), key: tuple(best)}
+def _keep(key: str, candidates: Sequence[tuple], run: Callable[[], object]) -> tuple:
+    table = _measured()
+    before = table.get(key)
+    times = []
+    try:
+        for tile in candidates:
+            table[key] = list(tile)
+            times.append(measure(run))
+        table[key] = list(candidates[times.index(min(times))])
+    except BaseException:
+        table.pop(key)
+        if before:
+            table[key] = before
+        raise
     path = _file()
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(table, indent=1, sort_keys=True))
     beside.replace(path)
-    _measured.cache_clear()
-    return best
+    return tuple(table[key])
 
 
-def measure(run: Callable[[], None]) -> float:
+def measure(run: Callable[[], object]) -> float:
     """Milliseconds of one call: median by CUDA events, caches warm."""
     from triton.testing import do_bench
 
