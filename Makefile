@@ -42,7 +42,7 @@ test-slow: setup
 # llama.cpp runs an exported adapter; it is built in an environment of its own (minutes) for any x86 with AVX2
 test-llama: setup
 	test -x $(LLAMA)/bin/python || $(PYTHON) -m venv $(LLAMA)
-	CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=OFF" $(LLAMA)/bin/python -m pip install --quiet \
+	CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DLLAVA_BUILD=OFF" $(LLAMA)/bin/python -m pip install --quiet \
 	    --disable-pip-version-check --no-binary llama-cpp-python 'llama-cpp-python==0.3.36'
 	MOLORA_LLAMA_PYTHON=$(LLAMA)/bin/python PYTHONSAFEPATH=1 $(BIN)/pytest -q tests/test_llama_cpp.py
 

@@ -135,7 +135,7 @@ def test_xlora_folder_names_its_adapters(cases: Path) -> None:
 
 
 def test_configs_table(cases: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every config as it occurs in public is sorted by `molora inspect FILE --json`, which sees no weights."""
+    """Every config as it occurs in public is sorted by `molora inspect FILE --json`, without weights."""
     lines, verdicts = [], {}
     for path in sorted((cases / "configs").glob("*.json")):
         result = CliRunner().invoke(app, ["inspect", str(path), "--json"])

@@ -318,6 +318,21 @@ def test_configs_refused(config: dict[str, Any], field: str) -> None:
     assert verdict.kind == "mlx" and [r.field for r in verdict.reasons] == [field]
 
 
+def test_fields_of_a_fork_are_ignored_aloud() -> None:
+    config = {
+        "lora_parameters": {"rank": 4, "scale": 2.0},
+        "seed": 0,
+        "agr": True,
+        "agr_ema": 0.9,
+        "off": False,
+    }
+    verdict = classify(config)
+    assert verdict.supported and verdict.notes == (
+        "fields that MLX-LM does not know were ignored (agr, agr_ema)",
+    )
+    assert not classify({"lora_parameters": {"rank": 4, "scale": 2.0}, "iters": 100}).notes
+
+
 def test_the_base_it_names(tiny_llama: Path, tmp_path: Path) -> None:
     write_mlx(tmp_path, read_structure(tiny_llama), layers(3))
     assert base_named(Ref("local", "x", path=tmp_path)) == "mlx-community/tiny-llama-4bit"

@@ -15,6 +15,17 @@ from molora_cli.text import shorten
 WEIGHTS = ("adapters.safetensors", "adapters.npz")
 _TYPES = ("lora", "dora")
 _PARAMETERS = frozenset({"rank", "scale", "dropout", "keys", "alpha"})
+# what mlx_lm.lora writes of its training run beside them
+_TRAINING = frozenset(
+    {
+        "adapter_path", "batch_size", "clear_cache_threshold", "completion_feature", "config", "data",
+        "fine_tune_type", "grad_accumulation_steps", "grad_checkpoint", "hf_dataset", "iters",
+        "learning_rate", "lora_layers", "lora_parameters", "lr_schedule", "mask_prompt", "max_seq_length",
+        "model", "num_layers", "optimizer", "optimizer_config", "project_name", "prompt_feature",
+        "report_to", "resume_adapter_file", "save_every", "seed", "steps_per_eval", "steps_per_report",
+        "test", "test_batches", "train", "use_chat_template", "use_dora", "val_batches", "wandb",
+    }
+)  # fmt: skip
 _ADAPTER = "give an adapter trained with fine_tune_type lora or dora"
 
 
@@ -82,6 +93,9 @@ def classify_mlx(config: dict[str, Any]) -> Classification:
             )
         found.notes.append("alpha beside scale (MLX of early 2024): the strength is scale * alpha / rank")
     _check_shape_of_rest(config, given, found)
+    if unknown := [shorten(str(n), 40) for n, v in config.items() if n not in _TRAINING and active(v)]:
+        more = ", ..." if len(unknown) > 4 else ""
+        found.notes.append(f"fields that MLX-LM does not know were ignored ({', '.join(unknown[:4])}{more})")
     return Classification("mlx", tuple(found.reasons), tuple(found.notes))
 
 
