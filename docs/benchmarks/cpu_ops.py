@@ -1,12 +1,12 @@
-"""How much routing costs on the CPU: the linears of SmolLM2-135M alone, and the whole model, one token after another.
+"""How much routing costs on the CPU: the linears of SmolLM2-135M alone, and the whole model, token by token.
 
     python docs/benchmarks/cpu_ops.py stack --threads 1 --dtype bfloat16
     python docs/benchmarks/cpu_ops.py prefill --tokens 512 --dtype float32
     python docs/benchmarks/cpu_ops.py model --dtype bfloat16 [--base FOLDER]
 
-All sides run in turn within every round of one process. A line shows the median over the rounds of a side's time, of
-its ratio to the first side and of its ratio to the engine without adapters in the same round, with the spread of the
-latter (20th and 80th percentile). Weights are random unless --base names a model.
+All sides run in turn within every round of one process. A line shows the median over the rounds of a side's
+time, of its ratio to the first side and of its ratio to the engine without adapters in the same round, with
+the spread of the latter (20th and 80th percentile). Weights are random unless --base names a model.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of a prefill")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="cores are shared: count this process's own CPU time, one thread only",
+    )
     parser.add_argument("--base", help="folder of a model in place of random weights")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -52,11 +57,15 @@ def main() -> None:
         else:
             tokens = 1 if arguments.what == "stack" else arguments.tokens
             sides = stack_sides(dtype, tokens, arguments.layers)
-        compare(sides, arguments.rounds, ENGINE)
-    print(f"{arguments.what}, {arguments.dtype}, {arguments.threads} thread(s), torch {torch.__version__}")
+        clock = time.process_time if arguments.busy and arguments.threads == 1 else time.perf_counter
+        compare(sides, arguments.rounds, ENGINE, clock)
+    how = f"{arguments.threads} thread(s), {clock.__name__}, torch {torch.__version__}"
+    print(f"{arguments.what}, {arguments.dtype}, {how}")
 
 
-def compare(sides: dict[str, Callable[[], object]], rounds: int, engine: str) -> None:
+def compare(
+    sides: dict[str, Callable[[], object]], rounds: int, engine: str, clock: Callable[[], float]
+) -> None:
     """Run the sides in turn, `rounds` times, and print the table."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(2):
@@ -64,9 +73,9 @@ def compare(sides: dict[str, Callable[[], object]], rounds: int, engine: str) ->
             call()
     for _ in range(rounds):
         for name, call in sides.items():
-            started = time.perf_counter()
+            started = clock()
             call()
-            times[name].append(time.perf_counter() - started)
+            times[name].append(clock() - started)
     first = next(iter(sides))
     print(f"{'':44s}{'ms':>9s}{'/ first':>9s}{'/ engine':>10s}{'p20':>7s}{'p80':>7s}")
     for name, own in times.items():
@@ -135,10 +144,11 @@ def changing_plans(tokens: int, adapters: int, top: int, layout: Layout) -> Iter
 
 def model_sides(dtype: torch.dtype, folder: str | None, adapters: int = 4) -> dict[str, Callable[[], object]]:
     """A token of a whole model per call: transformers, and the routed model with each backend."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
     from molora_cli.core.adapter.factors import Factors
     from molora_cli.core.routed.model import RoutedModel
     from molora_cli.core.routed.route import Route
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     def base() -> torch.nn.Module:
         if folder:
