@@ -4,7 +4,8 @@
     {"text": "...", "label": "code"}
 
 Optional: `label` (the adapter the row belongs to), `document` (rows of one document stay on one side of a
-held-out split), `segments` (which characters of which message belong to which label). Others are ignored.
+held-out split), `segments` (which characters of which message belong to which label), `tests` and `answer`
+(what an evaluation checks a program by). Others are ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Example:
-    """One row: either `messages` or `text` is set. line: its number in the file, from 1."""
+    """One row: either `messages` or `text` is set. line: its number in the file, from 1. tests: statements
+    that a program must pass; answer: what it must print."""
 
     messages: tuple[Message, ...]
     text: str | None
@@ -53,6 +55,8 @@ class Example:
     line: int
     segments: tuple[Segment, ...] = ()
     document: str | None = None
+    tests: tuple[str, ...] = ()
+    answer: str | None = None
 
     @property
     def contents(self) -> tuple[str, ...]:
@@ -230,7 +234,16 @@ def _example(row: dict[str, Any], path: Path, number: int) -> Example:
         line=number,
         segments=_segments(row.get("segments"), contents, where),
         document=None if document is None else str(document),
+        tests=_tests(row.get("tests")),
+        answer=row["answer"] if isinstance(row.get("answer"), str) else None,
     )
+
+
+def _tests(value: Any) -> tuple[str, ...]:
+    """Another field of that name is nothing to complain about: it is not needed to train."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    return ()
 
 
 def _string(value: Any, field: str, where: str) -> str:

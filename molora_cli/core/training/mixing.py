@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from molora_cli.core.training.data import Example, Message, Segment
 
@@ -111,7 +111,7 @@ def labelled(example: Example, label: str) -> Example:
         ]
     else:
         spans = [Segment(0, 0, len(example.text or ""), label)]
-    return Example(example.messages, example.text, label, example.line, tuple(spans), example.document)
+    return replace(example, label=label, segments=tuple(spans))
 
 
 def _domain(example: Example) -> str:

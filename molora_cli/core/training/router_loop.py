@@ -336,6 +336,7 @@ def _finish(
         },
     )
     training = {"data": dict(rows.digests), "documents": dict(rows.documents), "settings": asdict(settings)}
+    training["seen"] = dict(rows.seen)
     digest = hashlib.sha256(batches.samples.bfloat16().view(torch.int16).numpy().tobytes()).hexdigest()
     spec = RouterSpec(stages=[stage], training=training, embedding=digest)
     own = {**net.state_dict(), "centre": batches.centre.float(), "samples": batches.samples}

@@ -15,6 +15,7 @@ from molora_cli.core.router.features import DECAYS
 from molora_cli.core.training.data import Example
 from molora_cli.core.training.encode import Encoded, encode_all, segment_labels
 from molora_cli.core.training.mixing import Mixer, labelled
+from molora_cli.core.training.overlap import pack
 from molora_cli.errors import InputError
 from molora_cli.out import Ticker, no_ticks
 
@@ -76,6 +77,7 @@ class RouterRows:
     documents: dict[str, int]
     digests: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    seen: dict[str, str] = field(default_factory=dict)  # see overlap.pack: the documents, for an evaluation
 
     @property
     def digest(self) -> str:
@@ -201,6 +203,7 @@ def prepare(
         documents={name: len({document_key(r) for r in rows}) for name, rows in domains.items()},
         digests={name: rows_digest(rows) for name, rows in domains.items()},
         notes=notes,
+        seen=pack([row for rows in (*train.values(), *held.values()) for row in rows]),
     )
 
 

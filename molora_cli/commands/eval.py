@@ -1,0 +1,132 @@
+"""`molora eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from molora_cli import options
+from molora_cli.errors import ThresholdError
+from molora_cli.out import Out
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Typer resolves these annotations at run time, on Python 3.10 too, so they are spelt with Optional
+File = Optional[Path]  # noqa: UP045
+Files = Optional[list[Path]]  # noqa: UP045
+Whole = Optional[int]  # noqa: UP045
+Words = Optional[list[str]]  # noqa: UP045
+
+EPILOG = """\b
+Examples:
+  molora eval my-bundle --data math=math.test.jsonl --data code=code.test.jsonl --mixed 60
+  molora eval my-bundle --data sql=sql.test.jsonl --data turns.jsonl --baselines all --tasks 50 --json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command(
+        "eval", short_help="Measure a bundle: what its router recovers, against baselines.", epilog=EPILOG
+    )(command)
+
+
+def command(
+    bundle: Annotated[File, typer.Argument(help="Folder of the bundle.")] = None,
+    data: Annotated[
+        Words, typer.Option(help="NAME=FILE per adapter, or a FILE whose rows carry segments.")
+    ] = None,
+    mixed: Annotated[int, typer.Option(help="Conversations that change domain to make, of three kinds.")] = 0,
+    baselines: Annotated[
+        Words, typer.Option(help="none, default, merges, all, or names with settings: ties:density=0.2.")
+    ] = None,
+    router: Annotated[Files, typer.Option(help="Another router file to measure; may be given again.")] = None,
+    modes: Annotated[str, typer.Option(help="Ways to route: adapters per token, or soft.")] = "1,2,soft",
+    train: Annotated[Words, typer.Option(help="NAME=FILE rows that X-LoRA is trained on.")] = None,
+    limit: Annotated[Whole, typer.Option(help="Rows per file at most, evenly spaced.")] = None,
+    max_length: Annotated[int, typer.Option(help="Longer rows are cut (tokens).")] = 640,
+    tasks: Annotated[Whole, typer.Option(help="Also answer this many questions per domain.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 256,
+    allow_code_execution: Annotated[
+        bool, typer.Option("--allow-code-execution", help="Run programs that were written, fenced in.")
+    ] = False,
+    lm_eval: Annotated[Words, typer.Option(help="A task (name or .yaml) of lm-evaluation-harness.")] = None,
+    minimum: Annotated[Words, typer.Option("--min", help="SET[/ROW[/DOMAIN]]=PERCENT, else exit 3.")] = None,
+    figure: Annotated[File, typer.Option(help="Draw the table as FILE.svg or FILE.png.")] = None,
+    draws: Annotated[int, typer.Option(help="Bootstrap draws of an interval.")] = 1000,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure everything anew.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, ... or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ... or auto.")] = "auto",
+    backend: Annotated[str, typer.Option(help="torch, or a faster one that may round otherwise.")] = "torch",
+    seed: options.Seed = 0,
+    base: options.Base = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    force: options.Force = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure NLL per completion token and the share of the gain that each way of routing recovers.
+
+    recovered = (base - x) / (base - own), own being the segment's own adapter on every token of the sequence;
+    every value with its 95 % interval over documents. What no router decides is measured once and kept.
+    """
+    from molora_cli.core.bundle.store import Bundle, default_bundle
+    from molora_cli.core.evaluation.job import Job, evaluate
+    from molora_cli.core.evaluation.thresholds import check, parse_minimum
+
+    out = Out(json_mode=json, quiet=quiet)
+    if figure is not None:
+        from molora_cli.views.evaluation_figure import check_figure
+
+        check_figure(figure, force=force)
+    opened = Bundle.open(bundle or default_bundle(), base)
+    job = Job(
+        data=data or (),
+        mixed=mixed,
+        baselines=baselines or (),
+        routers=router or (),
+        modes=[m.strip() for m in modes.split(",") if m.strip()],
+        train=train or (),
+        limit=limit,
+        max_length=max_length,
+        seed=seed,
+        draws=draws,
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        cache=not no_cache,
+        tasks=tasks,
+        max_new_tokens=max_new_tokens,
+        allow_code_execution=allow_code_execution,
+        lm_eval=lm_eval or (),
+        minimum=minimum or (),
+        trust_remote_code=trust_remote_code,
+    )
+    with out.progress("evaluating") as ticker:
+        document = evaluate(opened, job, ticker=ticker, warn=out.warn)
+    failed = check(document, parse_minimum(minimum or ()))
+    document["failed"] = failed
+    for text in [*opened.warnings, *document["notes"]]:
+        out.note(text)
+    if figure is not None:
+        from molora_cli.views.evaluation_figure import write_figure
+
+        write_figure(figure, document)
+        out.note(f"written: {figure}")
+    out.result(document, lambda console: _show(console, document))
+    if failed:
+        said = "; ".join(f"{f['key']} is {_percent(f['found'])}, not {f['wanted']:g} %" for f in failed)
+        raise ThresholdError(f"not reached: {said}", "train the router longer, or lower --min")
+
+
+def _percent(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.2f} %"
+
+
+def _show(console: Console, document: dict[str, Any]) -> None:
+    from molora_cli.views.evaluation import EvaluationView
+
+    console.print(EvaluationView(document))

@@ -1,0 +1,170 @@
+"""The base with what is being measured attached to it: loaded when first needed, one thing at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from molora_cli.core.adapter.factors import Factors, load_bundle_factors
+from molora_cli.core.base.model import load_base_model, load_tokenizer, pick_device, pick_dtype
+from molora_cli.core.bundle.store import Bundle
+from molora_cli.core.convert.merge import merge
+from molora_cli.core.routed.model import RoutedModel, resolve_backend
+from molora_cli.core.router.files import load_tensors
+from molora_cli.core.router.kinds import Surroundings
+from molora_cli.core.router.spec import read_spec
+from molora_cli.core.router.stack import RouterStack
+from molora_cli.errors import InputError
+
+
+class Lab:
+    """Models of one bundle. dtype, device, backend: as `molora_cli.load` takes them.
+
+    Only one model is alive at a time: asking for another one releases the one before it.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        backend: str = "torch",
+        trust_remote_code: bool = False,
+    ) -> None:
+        bundle.verify()
+        self.bundle = bundle
+        self.device = pick_device(device)
+        self.dtype = pick_dtype(dtype, self.device)
+        self.backend = resolve_backend(backend, self.device)
+        self._trust = trust_remote_code
+        self.tokenizer = load_tokenizer(bundle.base_path, trust_remote_code=trust_remote_code)
+        if self.tokenizer is None:
+            raise InputError(
+                f"the base {bundle.base_path} has no tokenizer", "put its tokenizer.json beside its weights"
+            )
+        self.factors: dict[str, dict[str, Factors]] = {
+            e.name: load_bundle_factors(bundle.folder(e.name), e) for e in bundle.manifest.adapters
+        }
+        self._base: Any = None
+        self._routed: RoutedModel | None = None
+        self._what: str | None = None
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self.factors)
+
+    @property
+    def digest(self) -> str:
+        """Of the base and the adapters in order, without the router."""
+        parts: list[Any] = [self.bundle.manifest.base.fingerprint.model_dump(mode="json")]
+        parts += [
+            [e.name, e.sha256, {m: v.scale for m, v in e.modules.items()}]
+            for e in self.bundle.manifest.adapters
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def about(self) -> list[str]:
+        """What an NLL measured here depends on, beside method and row."""
+        import transformers
+
+        versions = [torch.__version__, transformers.__version__]
+        return [self.digest, str(self.dtype), self.device, self.backend, *versions]
+
+    # -- models ---------------------------------------------------------------
+    def base(self) -> Any:
+        """The base alone, as it was loaded; whatever was attached to it is taken off."""
+        if self._routed is not None:
+            self._routed.detach()
+            self._routed = None
+        self._what = None
+        if self._base is None:
+            self._base, _ = load_base_model(
+                self.bundle.base_path, dtype=self.dtype, device=self.device, trust_remote_code=self._trust
+            )
+        return self._base
+
+    def forget(self) -> None:
+        """Drop the base: something has changed it."""
+        self._base = self._routed = self._what = None
+
+    def routed(self) -> RoutedModel:
+        """The bundle's adapters on the base; no router decides yet."""
+        return self._attached("adapters", lambda: self.factors)
+
+    def merged(self, method: str, settings: Mapping[str, float]) -> RoutedModel:
+        """One adapter, the merge of all that `molora convert --to merged-peft` writes."""
+        what = f"{method} {dict(settings)}"
+        return self._attached(what, lambda: {"merged": merged_factors(self.factors, method, settings)})
+
+    def _attached(self, what: str, factors: Callable[[], Mapping[str, Mapping[str, Factors]]]) -> RoutedModel:
+        if self._routed is None or self._what != what:
+            made = factors()
+            base = self.base()
+            self._routed = RoutedModel.from_parts(
+                base, made, tokenizer=self.tokenizer, bundle=self.bundle, backend=self.backend
+            )
+            self._routed.eval()
+            self._what = what
+        return self._routed
+
+    def router(self, file: Path) -> RouterStack:
+        """A router file's stack, for the routed model. Raises InputError where it does not fit the bundle."""
+        model = self.routed()
+        base: Any = model.base
+        weight = base.get_input_embeddings().weight
+        around = Surroundings(
+            n_layers=model.engine.context.n_layers, embedding=weight.detach(), device=weight.device
+        )
+        return RouterStack(read_spec(file), load_tensors(file), around, self.adapters)
+
+    def adapter_folders(self) -> dict[str, Path]:
+        return {name: self.bundle.folder(name) for name in self.adapters}
+
+
+def merged_factors(
+    adapters: Mapping[str, Mapping[str, Factors]], method: str, settings: Mapping[str, float]
+) -> dict[str, Factors]:
+    """Module -> the merge's factors. settings: `weight` 0 = 1/n each, `rank` 0 = the largest, density, seed.
+
+    Raises InputError for adapters that no such merge holds.
+    """
+    dora = [n for n, modules in adapters.items() if any(f.magnitude is not None for f in modules.values())]
+    biased = [n for n, modules in adapters.items() if any(f.bias is not None for f in modules.values())]
+    if dora:
+        raise InputError(f"{dora[0]} is a DoRA adapter, which no sum of low-rank factors can say", "")
+    if biased and method in ("ties", "dare"):
+        raise InputError(f"{method} is defined on weights, and {biased[0]} has a bias", "")
+    weight = settings.get("weight") or 1.0 / len(adapters)
+    rank = int(settings.get("rank", 0)) or None
+    made = merge(
+        adapters,
+        dict.fromkeys(adapters, weight),
+        method,
+        rank=None if method == "cat" else rank,
+        density=settings.get("density"),
+        seed=int(settings.get("seed", 0)),
+    )
+    return {path: one.factors for path, one in made.items()}
+
+
+def usable_k(stack: RouterStack, modes: Sequence[str]) -> list[tuple[str, int | None]]:
+    """(title, k) of the wanted modes: "1", "2", ..., or "soft" for all experts; None = as the file says.
+
+    A router whose stages all state their gates outright has one way: "as it is".
+    """
+    if not any(stage.tunable for stage in stack.stages):
+        return [("as it is", None)]
+    experts = len(stack.experts)
+    found: dict[int, str] = {}
+    for mode in modes:
+        k = experts if mode == "soft" else int(mode)
+        if k <= experts:
+            found.setdefault(k, "soft" if mode == "soft" else f"top-{k}")
+    return [(title, k) for k, title in found.items()]

@@ -1,0 +1,344 @@
+"""Every row of every table: planned first, looked up where it was measured before, the rest run in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from molora_cli.core.evaluation import baselines as bl
+from molora_cli.core.evaluation import peft_models
+from molora_cli.core.evaluation.baselines import Baseline
+from molora_cli.core.evaluation.lab import Lab, usable_k
+from molora_cli.core.evaluation.observed import Observed
+from molora_cli.core.evaluation.rows import EvalRow
+from molora_cli.core.evaluation.score import Decide, PassCounter, constant, label_oracle, live, score
+from molora_cli.core.evaluation.sets import EvalSet
+from molora_cli.core.evaluation.store import NllStore
+from molora_cli.core.evaluation.tally import Tally, best_choice, chosen_tally, own_tally
+from molora_cli.core.routed.route import BASE
+from molora_cli.core.router.stack import RouterStack
+from molora_cli.core.training.data import Example
+from molora_cli.errors import InputError
+from molora_cli.out import Ticker, no_ticks
+
+BASE_ROW, OWN_ROW = "base", "own"
+
+
+@dataclass
+class Line:
+    """One row of one set's table. group: base, adapter, own, oracle, baseline or router. default: it is what
+    the router's file says."""
+
+    title: str
+    group: str
+    tally: Tally
+    observed: Observed | None = None
+    passes: float | None = None
+    default: bool = False
+
+
+@dataclass
+class Measured:
+    """One set: its token rows, and its table's rows in order."""
+
+    set: EvalSet
+    rows: list[EvalRow]
+    lines: dict[str, Line] = field(default_factory=dict)
+
+    def tokens(self) -> int:
+        return int(sum(int(r.counted.sum()) for r in self.rows))
+
+
+@dataclass
+class RouterFile:
+    """A router to measure. title: how its rows are called; stack: filled when it is built."""
+
+    title: str
+    path: Path
+    stack: RouterStack | None = None
+
+
+@dataclass
+class _Work:
+    line: Line
+    measured: Measured
+    key: str  # for the store; "" is not kept
+    what: str  # the model it runs on; works on the same one follow one another
+    model: Callable[[], Any]
+    decide: Decide | None
+    wanted: list[int]
+
+
+class Measurement:
+    """Plans and runs. train: rows per adapter for X-LoRA. notes: what could not be measured, and why."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        sets: Sequence[Measured],
+        store: NllStore,
+        *,
+        train: dict[str, list[Example]] | None = None,
+    ) -> None:
+        self.lab, self.sets, self.store = lab, list(sets), store
+        self.train = train or {}
+        self.notes: list[str] = []
+        self.about: dict[str, Any] = {}
+        self._works: list[_Work] = []
+        self._peft: tuple[str, Any] | None = None
+        self._ticker: Ticker = no_ticks
+
+    def run(
+        self,
+        baselines: Sequence[Baseline],
+        routers: Sequence[RouterFile],
+        modes: Sequence[str],
+        *,
+        ticker: Ticker = no_ticks,
+    ) -> None:
+        """Fill `lines` of every set. The ticker counts tokens of all forwards together."""
+        self._ticker = ticker
+        names = {b.name for b in baselines}
+        whole = bool(names & {bl.ADAPTERS, bl.SEQUENCE_ORACLE, bl.SEQUENCE_ROUTER})
+        for measured in self.sets:
+            self._plan_constants(measured, baselines, whole)
+        for router in routers:
+            self._plan_router(router, modes)
+        for baseline in baselines:
+            if baseline.name in bl.MERGES:
+                self._plan_merge(baseline)
+            elif baseline.name == bl.ARROW:
+                for k in [int(baseline.settings["k"])] if baseline.settings["k"] else [1, 2]:
+                    self._plan_arrow(k, baseline.settings["temperature"])
+            elif baseline.name == bl.XLORA:
+                self._plan_xlora(baseline)
+        self._run_all()
+        for measured in self.sets:
+            self._derive(measured, names)
+
+    # -- planning -------------------------------------------------------------
+    def _add(
+        self,
+        measured: Measured,
+        title: str,
+        group: str,
+        key: str,
+        what: str,
+        model: Callable[[], Any],
+        decide: Decide | None,
+        *,
+        only: list[int] | None = None,
+        observe: bool = False,
+        default: bool = False,
+    ) -> None:
+        labels = len(measured.set.names)
+        observed = Observed(self.lab.adapters, labels) if observe else None
+        line = Line(title, group, Tally.zeros(len(measured.rows), labels), observed, default=default)
+        measured.lines[title] = line
+        wanted = list(range(len(measured.rows))) if only is None else only
+        self._works.append(_Work(line, measured, key, what, model, decide, wanted))
+
+    def _plan_constants(self, measured: Measured, baselines: Sequence[Baseline], whole: bool) -> None:
+        adapters = self.lab.adapters
+        blended = measured.set.blended
+
+        def add(title: str, group: str, key: str, decide: Decide, only: list[int] | None = None) -> None:
+            self._add(measured, title, group, key, "adapters", self.lab.routed, decide, only=only)
+
+        add(BASE_ROW, "base", "base", constant([BASE], [1.0]))
+        for i, name in enumerate(adapters):
+            # without the matrix an adapter is needed on its own domain alone
+            only = None if whole or blended else [n for n, r in enumerate(measured.rows) if r.has(i)]
+            add(name, "adapter", f"adapter {i}", constant([i], [1.0]), only)
+        for baseline in baselines:
+            if baseline.name == bl.ORACLE and not blended:
+                add(bl.ORACLE, "oracle", "label oracle", label_oracle(len(adapters)))
+            elif baseline.name == bl.UNIFORM:
+                add(
+                    bl.UNIFORM,
+                    "baseline",
+                    "uniform",
+                    constant(range(len(adapters)), [1 / len(adapters)] * len(adapters)),
+                )
+            elif baseline.name in (bl.BLEND, bl.PAIRS):
+                wanted = [baseline] if baseline.name == bl.BLEND else bl.pairs_of(adapters) if blended else []
+                for blend in wanted:
+                    at = [adapters.index(name) for name, _ in blend.shares]
+                    shares = [share for _, share in blend.shares]
+                    add(blend.title, "baseline", f"blend {at} {shares}", constant(at, shares))
+
+    def _plan_router(self, router: RouterFile, modes: Sequence[str]) -> None:
+        stack = router.stack = self.lab.router(router.path)
+        usual = stack.k
+        for title, k in usable_k(stack, modes):
+
+            def model(k: int | None = k) -> Any:
+                routed = self.lab.routed()
+                stack.k = k  # type: ignore[assignment]
+                routed.router = stack
+                routed.auto()
+                return routed
+
+            for measured in self.sets:
+                self._add(
+                    measured,
+                    f"{router.title} {title}",
+                    "router",
+                    "",
+                    "adapters",
+                    model,
+                    live,
+                    observe=True,
+                    default=k is None or k == usual,
+                )
+
+    def _plan_merge(self, baseline: Baseline) -> None:
+        settings = baseline.settings
+        for measured in self.sets:
+            self._add(
+                measured,
+                baseline.title,
+                "baseline",
+                f"merge {baseline.name} {sorted(settings.items())}",
+                baseline.title,
+                lambda: self.lab.merged(baseline.name, settings),
+                constant([0], [1.0]),
+            )
+
+    def _plan_arrow(self, k: int, temperature: float) -> None:
+        title = f"arrow top-{k}" + (f" (temperature={temperature:g})" if temperature != 1 else "")
+
+        def build() -> Any:
+            return peft_models.arrow(self.lab.base(), self.lab.adapter_folders(), k, temperature)
+
+        self._plan_peft(title, f"{title} peft {_peft_version()}", build)
+
+    def _plan_xlora(self, baseline: Baseline) -> None:
+        if len(self.train) < 2:
+            raise InputError(
+                "X-LoRA is trained first, and there are no training rows",
+                "give --train NAME=FILE for each adapter, or leave xlora out of --baselines",
+            )
+
+        def build() -> Any:
+            model, self.about[baseline.title] = peft_models.xlora(
+                self.lab.base(),
+                self.lab.adapter_folders(),
+                self.train,
+                self.lab.tokenizer,
+                baseline.settings,
+                ticker=self._ticker,
+            )
+            return model
+
+        # not kept: training is part of what was measured
+        self._plan_peft(baseline.title, "", build)
+
+    def _plan_peft(self, title: str, key: str, build: Callable[[], Any]) -> None:
+        def model() -> Any:
+            if self._peft is None or self._peft[0] != title:
+                self._peft = None
+                self.lab.forget()
+                self._peft = (title, build())
+            return self._peft[1]
+
+        for measured in self.sets:
+            self._add(measured, title, "baseline", key, title, model, None)
+
+    # -- running --------------------------------------------------------------
+    def _run_all(self) -> None:
+        todo = []
+        for work in self._works:
+            missing = self.store.fill(work.key, work.measured.rows, work.line.tally, work.wanted)
+            if missing:
+                todo.append((work, missing))
+        total = sum(len(work.measured.rows[i].ids) for work, missing in todo for i in missing)
+        done = 0
+        refused: set[str] = set()
+        for work, missing in todo:
+            tokens = sum(len(work.measured.rows[i].ids) for i in missing)
+            if work.what not in refused:
+                try:
+                    self._run(work, missing, done, total)
+                except InputError as error:
+                    if work.line.group != "baseline":
+                        raise
+                    refused.add(work.what)
+                    self.notes.append(f"{work.line.title} was not measured: {error.message}")
+            done += tokens
+        for work in self._works:
+            if work.what in refused:
+                work.measured.lines.pop(work.line.title, None)
+        if self._peft is not None:  # PEFT has changed the base it was given
+            self._peft = None
+            self.lab.forget()
+
+    def _run(self, work: _Work, missing: list[int], before: int, whole: int) -> None:
+        """Measure the missing rows. before, whole: tokens that were done by then, and of the whole run."""
+        model = work.model()
+        said = f"{work.measured.set.name}: {work.line.title}"
+        self._ticker(before, whole, said)
+
+        def keep(at: Sequence[int]) -> None:
+            self.store.put(work.key, work.measured.rows, work.line.tally, at)
+
+        def tick(done: float, total: float | None = None, note: str = "") -> None:
+            self._ticker(before + done, whole, said)
+
+        if work.line.observed is None:
+            score(model, work.measured.rows, missing, work.line.tally, work.decide, ticker=tick, done=keep)
+            return
+        with PassCounter(model.base, model.engine.context.n_layers) as counter:
+            score(
+                model,
+                work.measured.rows,
+                missing,
+                work.line.tally,
+                work.decide,
+                observed=work.line.observed,
+                ticker=tick,
+                done=keep,
+                counter=counter,
+            )
+        work.line.passes = counter.passes()
+
+    # -- what follows from what was run ---------------------------------------
+    def _derive(self, measured: Measured, names: set[str]) -> None:
+        lines, adapters = measured.lines, self.lab.adapters
+        base = lines[BASE_ROW]
+        tallies = [lines[name].tally for name in adapters]
+        whole = len(adapters)
+        choices = [*tallies, base.tally]  # the base's column comes last, as in `Observed`
+        derived: list[Line] = []
+        if not measured.set.blended:
+            derived.append(Line(OWN_ROW, "own", own_tally(tallies, base.tally)))
+        if bl.SEQUENCE_ORACLE in names:
+            best = chosen_tally(choices, best_choice(choices))
+            derived.append(Line(bl.SEQUENCE_ORACLE, "oracle", best))
+        if bl.SEQUENCE_ROUTER in names:
+            seen: set[str] = set()
+            for line in [x for x in lines.values() if x.group == "router" and x.observed is not None]:
+                name = line.title.rpartition(" ")[0]
+                if name in seen or line.observed is None:
+                    continue
+                seen.add(name)
+                choice = np.array([line.observed.prompt.get(i, whole) for i in range(len(measured.rows))])
+                derived.append(
+                    Line(f"{bl.SEQUENCE_ROUTER} ({name})", "baseline", chosen_tally(choices, choice))
+                )
+        if bl.ADAPTERS not in names and not measured.set.blended:
+            for name in adapters:
+                lines.pop(name)
+        order = ("base", "adapter", "own", "oracle", "baseline", "router")
+        every = [*lines.values(), *derived]
+        measured.lines = {x.title: x for x in sorted(every, key=lambda x: order.index(x.group))}
+
+
+def _peft_version() -> str:
+    import peft
+
+    return str(peft.__version__)
