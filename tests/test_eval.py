@@ -394,3 +394,24 @@ def test_arrow_and_xlora_run_in_peft_and_mixed_ranks_are_said(
     values = {name: row["nll_per_token"]["value"] for name, row in rows.items()}
     assert values["arrow top-1"] != values["arrow top-2"] != values["base"] != values["xlora (tokens=900)"]
     assert found["trained"]["xlora (tokens=900)"]["tokens"] >= 900
+
+
+def test_answers_are_generated_and_checked_for_every_model(bundle: Path, tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "12"}, {"role": "assistant", "content": f"#### {n}"}]}
+        for n in range(3)
+    ]
+    code = "```python\ndef f():\n    return 1\n```"
+    program = {"messages": [{"role": "user", "content": "f"}, {"role": "assistant", "content": code}]}
+    program["tests"] = ["assert f() == 1"]  # type: ignore[assignment]
+    line = [
+        f"--data=num={_write(tmp_path / 'n.jsonl', rows)}",
+        f"--data=low={_write(tmp_path / 'l.jsonl', [program])}",
+    ]
+    options = ["--tasks", "2", "--max-new-tokens", "3", "--baselines", "none", "--modes", "1"]
+    found = _json(str(bundle), *line, *options, "--allow-code-execution")
+    assert set(found["tasks"]["num"]) == {"base", "own", "router"}
+    assert found["tasks"]["num"]["router"]["answer"]["counted"] == 2
+    assert set(found["tasks"]["low"]["own"]) == {"rows", "parses", "passes", "answers"}
+    assert len(found["tasks"]["num"]["base"]["answers"]) == 2
+    assert any("programs that were written were run" in note for note in found["notes"])

@@ -10,6 +10,7 @@ from typing import Any
 from molora_cli.core.bundle.store import Bundle
 from molora_cli.core.evaluation.baselines import parse_baselines
 from molora_cli.core.evaluation.document import set_document
+from molora_cli.core.evaluation.harness import check_harness, run_harness
 from molora_cli.core.evaluation.lab import Lab
 from molora_cli.core.evaluation.measure import Measured, Measurement, RouterFile
 from molora_cli.core.evaluation.rows import evaluation_rows
@@ -130,8 +131,6 @@ def evaluate(
     if tasks:
         document["tasks"] = run_tasks(lab, tasks, routers, options, ticker=ticker, note=notes.append)
     if job.lm_eval:
-        from molora_cli.core.evaluation.harness import run_harness
-
         document["lm_eval"] = run_harness(lab, routers, job.lm_eval, limit=job.limit, seed=job.seed)
     document["notes"] = notes + measurement.notes
     document["warnings"] = warnings
@@ -140,7 +139,9 @@ def evaluate(
 
 def _check(job: Job) -> None:
     if not job.data and not job.lm_eval:
-        raise InputError("no rows were given", "give --data NAME=FILE for each adapter, or --lm-eval TASKS")
+        raise InputError("no rows were given", "give --data NAME=FILE for each adapter, or --lm-eval TASK")
+    if job.lm_eval:
+        check_harness()
     for name, value, least in (
         ("--limit", job.limit, 1),
         ("--mixed", job.mixed, 0),
