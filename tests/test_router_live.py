@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from molora_cli import RoutedModel
 from molora_cli.core.adapter.factors import Factors
 from molora_cli.core.router.arrow import fit_arrow
+from molora_cli.core.router.columns import drop_expert
 from molora_cli.core.router.files import join_tensors
 from molora_cli.core.router.kinds import Surroundings
 from molora_cli.core.router.spec import RouterSpec, StageSpec
@@ -412,3 +413,31 @@ def test_a_near_tie_may_fall_either_way_and_nothing_else_does() -> None:
     clear = top[..., 0] - top[..., 1] > 2e-4
     assert float(clear.float().mean()) > 0.99
     assert torch.equal(found.argmax(-1)[clear], wanted.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("kind", ["context+taps", "layer", "arrow"])
+def test_an_expert_leaves_and_the_others_keep_their_scores(kind: str) -> None:
+    """Of two routers, one over all adapters and one without b, the same head scores the others."""
+    base = base_model()
+    factors = factors_of(base)
+    made = stages_of(kind, base, factors)
+    spec = RouterSpec(stages=[stage for stage, _ in made])
+    tensors = join_tensors([own for _, own in made])
+    less, kept, notes = drop_expert(spec, tensors, "b", force=False)
+    assert len(notes) == len(made) and all("b" not in stage.experts for stage in less.stages)
+    around = Surroundings(n_layers=LAYERS, embedding=base.get_input_embeddings().weight.detach())
+    whole, rest = (RouterStack(header, own, around, NAMES) for header, own in ((spec, tensors), (less, kept)))
+    hidden = torch.randn(1, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    first, second = whole.live[0], rest.live[0]
+    columns = [first.experts.index(e) for e in second.experts]
+    if kind == "arrow":
+        path = "model.layers.1.self_attn.q_proj"
+        scores = [stage.score_module(path, hidden).logp for stage in (first, second)]
+        assert torch.equal(scores[0][..., columns], scores[1])
+        return
+    prior = torch.zeros(1, 3, 4) if kind == "context+taps" else None
+    for tap in first.taps:
+        one = first.score(tap, hidden, mask, prior).logp[..., columns].log_softmax(-1)
+        two = second.score(tap, hidden, mask, None if prior is None else prior[..., columns]).logp
+        assert torch.allclose(one, two, atol=1e-9)

@@ -198,12 +198,13 @@ def main() -> None:
             pair = [names.index("math"), names.index("code")] if {"math", "code"} <= set(names) else []
             if pair:
                 methods["half math, half code"] = run("half", ev.constant(pair, [0.5, 0.5]))
+        model.router = stack if stack.live else None
         for mode in args.modes:
             if mode == "uniform":
                 methods[mode] = run(mode, ev.uniform(len(names)))
                 continue
             k = None if mode == "soft" else int(mode)
-            methods[f"context {mode if k is None else f'top-{k}'}"] = run(
+            methods[f"{stack.spec.kind} {mode if k is None else f'top-{k}'}"] = run(
                 f"{router_digest} {mode}", ev.routed(stack, k)
             )
         print(f"\n{name}, {args.split}: {len(rows)} documents", flush=True)
@@ -233,7 +234,7 @@ def report(
     for method, tally in methods.items():
         mean, by_domain = ev.recovered(base, tally, own)
         shares = "  ".join(f"{n} {v * 100:.1f}" for n, v in zip(names, by_domain, strict=True))
-        print(f"  {method:14s} recovered {shown(mean)} %   {shares}", flush=True)
+        print(f"  {method:18s} recovered {shown(mean)} %   {shares}", flush=True)
         found[method] = {**vars(mean), "domains": dict(zip(names, by_domain, strict=True))}
     return found
 

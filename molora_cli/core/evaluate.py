@@ -28,8 +28,8 @@ from molora_cli.out import Ticker, no_ticks
 if TYPE_CHECKING:
     from molora_cli.core.router.stack import RouterStack
 
-# (ids (B, T) int64, mask (B, T) bool) -> the route of these tokens
-Router = Callable[[Tensor, Tensor], Route]
+# (ids (B, T) int64, mask (B, T) bool) -> the route of these tokens; None = the model's own router decides
+Router = Callable[[Tensor, Tensor], Route | None]
 Floats = NDArray[np.float64]
 
 
@@ -108,10 +108,16 @@ def uniform(adapters: int) -> Router:
 
 
 def routed(stack: RouterStack, k: int | None) -> Router:
-    """What a bundle's router decides with top-k; None = all experts by their probability ("soft")."""
+    """What a bundle's router decides with top-k; None = all experts by their probability ("soft").
+
+    A router that reads hidden states decides within the model, whose router it must be.
+    """
     wanted = len(stack.experts) if k is None else k
 
-    def route(ids: Tensor, mask: Tensor) -> Route:
+    def route(ids: Tensor, mask: Tensor) -> Route | None:
+        if stack.live:
+            stack.k = wanted
+            return None
         before = stack.k
         stack.k = wanted
         try:

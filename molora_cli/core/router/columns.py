@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,11 +14,24 @@ from molora_cli.core.router.spec import BASE_EXPERT, RouterSpec, StageSpec
 from molora_cli.errors import InputError
 from molora_cli.text import shorten
 
-# kind -> tensor -> the dimension that counts experts
+_HEADS = {
+    "taps.*.outer.weight": 0,
+    "taps.*.outer.bias": 0,
+    "taps.*.weight": 1,
+    "taps.*.bias": 0,
+    "taps.*.statistics.count": 0,
+    "taps.*.statistics.mean": 0,
+}
+# kind -> pattern of tensor names -> the dimension that counts experts; the first pattern that fits holds
 _COLUMNS = {
     "uniform": {},
     "centroid": {"weight": 1, "bias": 0, "statistics.count": 0, "statistics.mean": 0},
     "context": {"outer.weight": 0, "outer.bias": 0, "statistics.count": 0, "statistics.mean": 0},
+    "sequence": {"weight": 1, "bias": 0},
+    "arrow": {"prototypes.*": 0},
+    "taps": _HEADS,
+    "layer": _HEADS,
+    "hidden": _HEADS,
 }  # fmt: skip
 _RULES = ("fixed", "vocab")
 
@@ -61,14 +75,27 @@ def _drop(
             "train or attach another router first, or use the molora that made it",
         )
     keep = [i for i, expert in enumerate(stage.experts) if expert != name]
-    kept = dict(tensors)
-    for key, dimension in _COLUMNS[stage.kind].items():
-        if key in kept:
-            kept[key] = kept[key].index_select(dimension, torch.tensor(keep)).contiguous()
+    kept = _select(stage, tensors, keep)
     params = _params(stage.params, tensors, name)
     experts = [stage.experts[i] for i in keep]
     update: dict[str, Any] = {"experts": experts, "params": params, "k": min(stage.k, len(experts))}
     return stage.model_copy(update=update), kept, f"{where}: the column of '{name}' is gone"
+
+
+def _select(stage: StageSpec, tensors: Mapping[str, Tensor], keep: list[int]) -> dict[str, Tensor]:
+    """The tensors with the columns of the experts `keep` alone."""
+    kept, wanted = dict(tensors), torch.tensor(keep)
+    prior = stage.params.get("prior") is not None
+    for name, tensor in tensors.items():
+        if prior and fnmatchcase(name, "taps.*.inner.weight"):  # (h, d + E): it reads another stage's scores
+            width = tensor.shape[1] - len(stage.experts)
+            kept[name] = torch.cat([tensor[:, :width], tensor[:, width:].index_select(1, wanted)], 1)
+            continue
+        patterns = _COLUMNS.get(stage.kind, {}).items()
+        dimension = next((d for pattern, d in patterns if fnmatchcase(name, pattern)), None)
+        if dimension is not None and not name.endswith("inner.weight") and not name.endswith("inner.bias"):
+            kept[name] = tensor.index_select(dimension, wanted).contiguous()
+    return kept
 
 
 def _params(params: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> dict[str, Any]:
@@ -113,10 +140,7 @@ def _to_base(stage: StageSpec, tensors: dict[str, Tensor], name: str) -> tuple[S
         weights[base] += weights[at]
         params["weights"] = weights[:at] + weights[at + 1 :]
     else:
-        keep = torch.tensor([i for i in range(len(experts)) if i != at])
-        for key, dimension in _COLUMNS.get(stage.kind, {}).items():
-            if key in kept:
-                kept[key] = kept[key].index_select(dimension, keep).contiguous()
+        kept = _select(stage, kept, [i for i in range(len(experts)) if i != at])
         params = _params(params, tensors, name)
     experts.pop(at)
     return stage.model_copy(
