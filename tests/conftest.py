@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -120,3 +121,31 @@ def make_adapter(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def trio(tiny_llama: Path, make_adapter: Callable[..., Path]) -> dict[str, Path]:
+    """Three plain adapters of the tiny base: one, two, new."""
+    return {
+        name: make_adapter(tiny_llama, f"t-{name}", seed=i) for i, name in enumerate(("one", "two", "new"))
+    }
+
+
+@pytest.fixture(scope="session")
+def made_pair(tiny_llama: Path, trio: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of the adapters one and two, to be copied and not changed."""
+    from typer.testing import CliRunner
+
+    from molora_cli.app import app
+
+    folder = tmp_path_factory.mktemp("bundles") / "pair"
+    pairs = [f"{name}={trio[name]}" for name in ("one", "two")]
+    result = CliRunner().invoke(app, ["compose", "-o", str(folder), "--base", str(tiny_llama), *pairs, "-q"])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def pair(made_pair: Path, tmp_path: Path) -> Path:
+    """A bundle of the adapters one and two, in tmp_path."""
+    return Path(shutil.copytree(made_pair, tmp_path / "pair"))

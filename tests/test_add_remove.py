@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,6 @@ from molora_cli.core.bundle.store import Bundle
 from molora_cli.core.router.spec import RouterSpec, StageSpec
 from molora_cli.errors import InputError
 
-Make = Callable[..., Path]
 TEXTS = {
     "one": ["12 + 30 = 42", "7 * 6 = 42", "100 - 58 = 42", "84 / 2 = 42", "1 + 1 = 2", "9 - 3 = 6"],
     "two": [
@@ -39,25 +36,6 @@ TEXTS = {
         "No Pain",
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def sources(tiny_llama: Path, make_adapter: Make) -> dict[str, Path]:
-    return {name: make_adapter(tiny_llama, f"e-{name}", seed=i) for i, name in enumerate(TEXTS)}
-
-
-@pytest.fixture(scope="module")
-def made(tiny_llama: Path, sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bundles") / "pair"
-    pairs = [f"{name}={sources[name]}" for name in ("one", "two")]
-    result = run("compose", "-o", folder, "--base", tiny_llama, *pairs, "-q")
-    assert result.exit_code == 0, result.output
-    return folder
-
-
-@pytest.fixture
-def pair(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "pair"))
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +86,12 @@ def tensors(pair: Path) -> dict[str, np.ndarray]:
 
 
 # -- add -------------------------------------------------------------------------
-def test_the_others_keep_every_byte(pair: Path, sources: dict[str, Path]) -> None:
+def test_the_others_keep_every_byte(pair: Path, trio: dict[str, Path]) -> None:
     (pair / "LICENSE").write_text("mine")
     (pair / "notes").mkdir()
     (pair / "notes" / "a.txt").write_text("also mine")
     before = tree(pair)
-    document = done("add", pair, f"new={sources['new']}")
+    document = done("add", pair, f"new={trio['new']}")
     assert document["written"] and document["kept"] == ["one", "two"]
     entry = document["added"][0]  # type: ignore[index]
     assert entry["effect"]["rms"] > 0 and entry["coverage"]["matched"] == 8
@@ -132,21 +110,21 @@ def test_the_others_keep_every_byte(pair: Path, sources: dict[str, Path]) -> Non
     assert [p.name for p in pair.parent.iterdir()] == ["pair"]
 
 
-def test_add_and_remove_is_nothing(pair: Path, sources: dict[str, Path], files: dict[str, Path]) -> None:
+def test_add_and_remove_is_nothing(pair: Path, trio: dict[str, Path], files: dict[str, Path]) -> None:
     centroid(pair, files, "one", "two")
     before = tree(pair)
-    done("add", pair, f"new={sources['new']}")
+    done("add", pair, f"new={trio['new']}")
     assert tree(pair)["router.safetensors"] == before["router.safetensors"]
     done("remove", pair, "new")
     assert tree(pair) == before
 
 
 def test_a_centroid_column_from_a_few_examples(
-    pair: Path, sources: dict[str, Path], files: dict[str, Path]
+    pair: Path, trio: dict[str, Path], files: dict[str, Path]
 ) -> None:
     centroid(pair, files, "one", "two")
     before, spec = tensors(pair), stage(pair)
-    document = done("add", pair, f"new={sources['new']}", "--data", f"new={files['new']}")
+    document = done("add", pair, f"new={trio['new']}", "--data", f"new={files['new']}")
     assert document["router"]["held_out_accuracy"]["new"] > 0.5  # type: ignore[index]
     after = tensors(pair)
     assert stage(pair).experts == ["one", "two", "new"]
@@ -179,12 +157,12 @@ def test_a_centroid_column_from_a_few_examples(
 
 
 def test_the_new_column_takes_its_tokens(
-    tiny_llama: Path, pair: Path, sources: dict[str, Path], files: dict[str, Path]
+    tiny_llama: Path, pair: Path, trio: dict[str, Path], files: dict[str, Path]
 ) -> None:
     import molora_cli
 
     centroid(pair, files, "one", "two")
-    done("add", pair, f"new={sources['new']}", "--data", f"new={files['new']}")
+    done("add", pair, f"new={trio['new']}", "--data", f"new={files['new']}")
     model = molora_cli.load(pair)
     shares = {}
     for name in TEXTS:
@@ -195,32 +173,30 @@ def test_the_new_column_takes_its_tokens(
     assert min(shares.values()) > 0.5, shares
 
 
-def test_it_says_how_an_adapter_is_reached(
-    pair: Path, sources: dict[str, Path], files: dict[str, Path]
-) -> None:
-    assert "no router yet" in run("add", pair, f"a={sources['new']}").stderr
+def test_it_says_how_an_adapter_is_reached(pair: Path, trio: dict[str, Path], files: dict[str, Path]) -> None:
+    assert "no router yet" in run("add", pair, f"a={trio['new']}").stderr
     centroid(pair, files, "one", "two")
-    said = run("add", pair, f"b={sources['new']}").stderr
+    said = run("add", pair, f"b={trio['new']}").stderr
     assert "by name only" in said and "train-router" in said and "--data b=FILE" in said
     assert run("attach-router", pair, "--kind", "uniform", "--force").exit_code == 0
-    said = run("add", pair, f"c={sources['new']}", "--data", f"c={files['new']}").stderr
+    said = run("add", pair, f"c={trio['new']}", "--data", f"c={files['new']}").stderr
     assert "--data was not used" in said and "uniform" in said
 
 
-def test_what_is_not_added(pair: Path, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_not_added(pair: Path, trio: dict[str, Path], tmp_path: Path) -> None:
     before = tree(pair)
-    assert "already" in refused("add", pair, f"One={sources['new']}")
-    assert "twice" in refused("add", pair, f"a={sources['new']}", f"A={sources['new']}")
+    assert "already" in refused("add", pair, f"One={trio['new']}")
+    assert "twice" in refused("add", pair, f"a={trio['new']}", f"A={trio['new']}")
     refused("add", pair, f"new={tmp_path}")
-    refused("add", pair, f"new={sources['new']}", "--data", f"one={tmp_path / 'x.jsonl'}")
-    refused("add", tmp_path / "nowhere", f"new={sources['new']}")
-    document = done("add", pair, f"new={sources['new']}", "--dry-run")
+    refused("add", pair, f"new={trio['new']}", "--data", f"one={tmp_path / 'x.jsonl'}")
+    refused("add", tmp_path / "nowhere", f"new={trio['new']}")
+    document = done("add", pair, f"new={trio['new']}", "--dry-run")
     assert document["written"] is False
     assert tree(pair) == before and [p.name for p in pair.parent.iterdir()] == ["pair"]
 
 
 def test_a_changed_bundle_is_not_overwritten(
-    pair: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    pair: Path, trio: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish = edit._finish
 
@@ -230,22 +206,22 @@ def test_a_changed_bundle_is_not_overwritten(
         (pair / "molora.json").write_text(json.dumps({**manifest, "note": "somebody was here"}))
 
     monkeypatch.setattr(edit, "_finish", meanwhile)
-    assert "meanwhile" in refused("add", pair, f"new={sources['new']}")
+    assert "meanwhile" in refused("add", pair, f"new={trio['new']}")
     assert json.loads((pair / "molora.json").read_text())["note"] == "somebody was here"
     assert Bundle.open(pair).adapters == ("one", "two")
 
 
-def test_a_link_to_a_bundle_stays_a_link(pair: Path, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_link_to_a_bundle_stays_a_link(pair: Path, trio: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(pair)
-    done("add", tmp_path / "link", f"new={sources['new']}")
+    done("add", tmp_path / "link", f"new={trio['new']}")
     assert (tmp_path / "link").is_symlink() and Bundle.open(pair).adapters == ("one", "two", "new")
 
 
-def test_unknown_fields_survive(pair: Path, sources: dict[str, Path]) -> None:
+def test_unknown_fields_survive(pair: Path, trio: dict[str, Path]) -> None:
     manifest = json.loads((pair / "molora.json").read_text())
     manifest |= {"format_version": "1.7", "tomorrow": {"a": 1}}
     (pair / "molora.json").write_text(json.dumps(manifest))
-    done("add", pair, f"new={sources['new']}")
+    done("add", pair, f"new={trio['new']}")
     done("remove", pair, "one")
     again = json.loads((pair / "molora.json").read_text())
     assert again["tomorrow"] == {"a": 1} and again["format_version"] == "1.7"
@@ -269,8 +245,8 @@ def give_router(pair: Path, *stages: tuple[StageSpec, dict[str, np.ndarray]]) ->
     Bundle.open(pair).set_router(RouterSpec(stages=[s for s, _ in stages]), named)
 
 
-def test_a_context_network_loses_one_output(pair: Path, sources: dict[str, Path]) -> None:
-    done("add", pair, f"new={sources['new']}")
+def test_a_context_network_loses_one_output(pair: Path, trio: dict[str, Path]) -> None:
+    done("add", pair, f"new={trio['new']}")
     rng = np.random.default_rng(0)
     shapes = {"outer.weight": (3, 8), "outer.bias": (3,), "inner.weight": (8, 12), "statistics.mean": (3, 12)}
     own = {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
