@@ -106,9 +106,30 @@ class TrainAdapterSection(RecipeSection):
     seed: int | None = None
 
 
+class EvalSection(RecipeSection):
+    """What a recipe may say below `eval:`. Running programs that a model wrote is asked for by flag alone."""
+
+    bundle: RecipePath | None = None
+    data: dict[str, RecipePath] | list[RecipePath] | None = None
+    mixed: int | None = None
+    baselines: list[str] | None = None
+    router: list[RecipePath] | None = None
+    modes: str | None = None
+    train: dict[str, RecipePath] | list[RecipePath] | None = None
+    limit: int | None = None
+    max_length: int | None = None
+    tasks: int | None = None
+    max_new_tokens: int | None = None
+    lm_eval: list[RecipeRef] | None = None
+    min: dict[str, float] | None = None
+    draws: int | None = None
+    seed: int | None = None
+
+
 SECTIONS: dict[str, type[RecipeSection]] = {
     "compose": ComposeSection,
     "attach-router": AttachRouterSection,
     "train-router": TrainRouterSection,
     "train-adapter": TrainAdapterSection,
+    "eval": EvalSection,
 }

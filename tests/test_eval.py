@@ -415,3 +415,31 @@ def test_answers_are_generated_and_checked_for_every_model(bundle: Path, tmp_pat
     assert set(found["tasks"]["low"]["own"]) == {"rows", "parses", "passes", "answers"}
     assert len(found["tasks"]["num"]["base"]["answers"]) == 2
     assert any("programs that were written were run" in note for note in found["notes"])
+
+
+def test_a_recipe_says_the_same_as_flags_and_flags_win(
+    bundle: Path, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from molora_cli.core.evaluation import job
+
+    seen: list[Any] = []
+
+    def remembered(opened: Any, asked: Any, **options: Any) -> Any:
+        seen.append(asked)
+        raise InputError("enough")
+
+    monkeypatch.setattr(job, "evaluate", remembered)
+    files = dict(text.removeprefix("--data=").split("=") for text in data)
+    recipe = tmp_path / "r.yaml"
+    listed = "".join(f"    {name}: {path}\n" for name, path in files.items())
+    recipe.write_text(
+        f"eval:\n  bundle: {bundle}\n  mixed: 6\n  modes: 1,soft\n  baselines: [uniform]\n"
+        f"  min: {{single: 40}}\n  data:\n{listed}"
+    )
+    _run("--recipe", str(recipe))
+    _run("--recipe", str(recipe), "--mixed", "3", "--min", "single=50")
+    first, second = seen
+    assert list(first.data) == [text.removeprefix("--data=") for text in data]
+    assert (first.mixed, list(first.modes), list(first.baselines)) == (6, ["1", "soft"], ["uniform"])
+    assert list(first.minimum) == ["single=40.0"] and list(second.minimum) == ["single=50"]
+    assert second.mixed == 3 and not second.allow_code_execution

@@ -10,6 +10,7 @@ import typer
 from molora_cli import options
 from molora_cli.errors import ThresholdError
 from molora_cli.out import Out
+from molora_cli.recipes import load_recipe, merge
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 File = Optional[Path]  # noqa: UP045
 Files = Optional[list[Path]]  # noqa: UP045
 Whole = Optional[int]  # noqa: UP045
+Word = Optional[str]  # noqa: UP045
 Words = Optional[list[str]]  # noqa: UP045
 
 EPILOG = """\b
@@ -39,29 +41,32 @@ def command(
     data: Annotated[
         Words, typer.Option(help="NAME=FILE per adapter, or a FILE whose rows carry segments.")
     ] = None,
-    mixed: Annotated[int, typer.Option(help="Conversations that change domain to make, of three kinds.")] = 0,
+    mixed: Annotated[
+        Whole, typer.Option(help="Conversations that change domain to make, of three kinds (0).")
+    ] = None,
     baselines: Annotated[
         Words, typer.Option(help="none, default, merges, all, or names with settings: ties:density=0.2.")
     ] = None,
     router: Annotated[Files, typer.Option(help="Another router file to measure; may be given again.")] = None,
-    modes: Annotated[str, typer.Option(help="Ways to route: adapters per token, or soft.")] = "1,2,soft",
+    modes: Annotated[Word, typer.Option(help="Ways to route, adapters per token or soft (1,2,soft).")] = None,
     train: Annotated[Words, typer.Option(help="NAME=FILE rows that X-LoRA is trained on.")] = None,
     limit: Annotated[Whole, typer.Option(help="Rows per file at most, evenly spaced.")] = None,
-    max_length: Annotated[int, typer.Option(help="Longer rows are cut (tokens).")] = 640,
+    max_length: Annotated[Whole, typer.Option(help="Longer rows are cut (640 tokens).")] = None,
     tasks: Annotated[Whole, typer.Option(help="Also answer this many questions per domain.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 256,
+    max_new_tokens: Annotated[Whole, typer.Option(help="Of an answer (256).")] = None,
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run programs that were written, fenced in.")
     ] = False,
     lm_eval: Annotated[Words, typer.Option(help="A task (name or .yaml) of lm-evaluation-harness.")] = None,
     minimum: Annotated[Words, typer.Option("--min", help="SET[/ROW[/DOMAIN]]=PERCENT, else exit 3.")] = None,
     figure: Annotated[File, typer.Option(help="Draw the table as FILE.svg or FILE.png.")] = None,
-    draws: Annotated[int, typer.Option(help="Bootstrap draws of an interval.")] = 1000,
+    draws: Annotated[Whole, typer.Option(help="Bootstrap draws of an interval (1000).")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure everything anew.")] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, ... or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, ... or auto.")] = "auto",
     backend: Annotated[str, typer.Option(help="torch, or a faster one that may round otherwise.")] = "torch",
-    seed: options.Seed = 0,
+    seed: Annotated[Whole, typer.Option(help="Of mixes and draws (0).")] = None,
+    recipe: options.Recipe = None,
     base: options.Base = None,
     trust_remote_code: options.TrustRemoteCode = False,
     force: options.Force = False,
@@ -82,32 +87,44 @@ def command(
         from molora_cli.views.evaluation_figure import check_figure
 
         check_figure(figure, force=force)
-    opened = Bundle.open(bundle or default_bundle(), base)
+    written = load_recipe(recipe, "eval") if recipe is not None else {}
+    plain = Job()
+    given = {
+        "data": data,
+        "mixed": mixed,
+        "baselines": baselines,
+        "train": train,
+        "limit": limit,
+        "max_length": max_length,
+        "seed": seed,
+        "draws": draws,
+        "tasks": tasks,
+        "max_new_tokens": max_new_tokens,
+        "lm_eval": lm_eval,
+    }
+    more = {"modes": modes, "router": router, "min": minimum}
+    usual = {**{n: getattr(plain, n) for n in given}, "modes": ",".join(plain.modes), "router": (), "min": ()}
+    read = {name: _specs(value) for name, value in written.items()}
+    values = {n: setting.value for n, setting in merge({**given, **more}, read, usual).items()}
+    ways = [way.strip() for way in values.pop("modes").split(",") if way.strip()]
+    routers = [Path(path) for path in values.pop("router")]
+    wanted = values.pop("min")
+    opened = Bundle.open(bundle or written.get("bundle") or default_bundle(), base)
     job = Job(
-        data=data or (),
-        mixed=mixed,
-        baselines=baselines or (),
-        routers=router or (),
-        modes=[m.strip() for m in modes.split(",") if m.strip()],
-        train=train or (),
-        limit=limit,
-        max_length=max_length,
-        seed=seed,
-        draws=draws,
+        **values,
+        modes=ways,
+        routers=routers,
+        minimum=wanted,
         dtype=dtype,
         device=device,
         backend=backend,
         cache=not no_cache,
-        tasks=tasks,
-        max_new_tokens=max_new_tokens,
         allow_code_execution=allow_code_execution,
-        lm_eval=lm_eval or (),
-        minimum=minimum or (),
         trust_remote_code=trust_remote_code,
     )
     with out.progress("evaluating") as ticker:
         document = evaluate(opened, job, ticker=ticker, warn=out.warn)
-    failed = check(document, parse_minimum(minimum or ()))
+    failed = check(document, parse_minimum(wanted))
     document["failed"] = failed
     for text in [*opened.warnings, *document["notes"]]:
         out.note(text)
@@ -120,6 +137,11 @@ def command(
     if failed:
         said = "; ".join(f"{f['key']} is {_percent(f['found'])}, not {f['wanted']:g} %" for f in failed)
         raise ThresholdError(f"not reached: {said}", "train the router longer, or lower --min")
+
+
+def _specs(value: Any) -> Any:
+    """A recipe's mapping as the NAME=VALUE texts that flags are."""
+    return [f"{name}={item}" for name, item in value.items()] if isinstance(value, dict) else value
 
 
 def _percent(value: float | None) -> str:
