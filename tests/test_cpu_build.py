@@ -140,6 +140,15 @@ def test_a_folder_that_cannot_be_written_is_named(
     assert "kernels cannot be written" in said[-1]
 
 
+def test_the_avx512_bf16_path_is_sound_cpp() -> None:
+    """Checked without code generation, which takes longer; see the slow test."""
+    if cpu_build.platform.machine() != "x86_64" or not any(map(cpu_build.shutil.which, cpu_build.COMPILERS)):
+        pytest.skip("another processor family, or no compiler")
+    flags = ("-march=sapphirerapids", "-fsyntax-only")
+    command = cpu_build.compile_command(cpu_build.find_compiler(), "kernels.cpp", flags, "molora_cpu")
+    subprocess.run(command, check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["x86-64", "x86-64-v3", "skylake-avx512", "cooperlake", "sapphirerapids"])
 def test_the_kernels_compile_for_other_processors(target: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 // A row's dot product with a token adds up in the same order in every tile, so that the result does not depend on
 // which rows and tokens it shares a tile with: a base-only token keeps its bits beside routed ones.
 #pragma once
+#include <type_traits>
 #include "vec.h"
 
 namespace molora {
@@ -40,7 +41,9 @@ struct Native {
     s.lanes = _mm512_dpbf16_ps(s.lanes, w, (__m512bh)_mm512_loadu_si512(x));
   }
   static float total(const Sum& s) { return _mm512_reduce_add_ps(s.lanes); }
-  static void lay(const c10::BFloat16* x, int64_t n, Token* to) {
+  template <class T>
+  static void lay(const T* x, int64_t n, Token* to) {
+    static_assert(std::is_same_v<T, Token>);
     std::memcpy((void*)to, x, n * sizeof(Token));
     std::fill(to + n, to + round_up(n), Token(0));
   }
