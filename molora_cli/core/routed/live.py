@@ -34,8 +34,8 @@ def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-class Enough(Exception):  # noqa: N818 - no error: it ends a forward once the deepest wanted layer is reached
-    """Raised in a layer hook by who wants no more of a forward, and caught by the same."""
+class Enough(Exception):
+    """Raised in a layer hook by who wants no more of a forward, and caught by the same: no error."""
 
 
 class LayerHooks:

@@ -23,8 +23,8 @@ SHRINKAGE = 0.1
 class HeadSettings:
     """How the MLP of one tap is trained: steps of `batch` tokens, AdamW with a linearly falling rate."""
 
-    steps: int = 400
-    batch: int = 1024
+    steps: int = 300
+    batch: int = 512
     lr: float = 2e-3
     weight_decay: float = 0.01
     smoothing: float = 0.02

@@ -7,6 +7,7 @@ first pass they are the base's.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,6 +40,25 @@ class States:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+
+def lead_in(row: TokenRow) -> TokenRow:
+    """The row with what leads to a part of an answer labelled as that part: the words that join it to the one
+    before, and where there are none the last token before it.
+
+    The token before a part predicts its first token, so it is that part's adapter which should see it; a
+    hidden state can tell which part comes, where token ids often cannot.
+    """
+    known, completion = row.labels.tolist(), row.completion.tolist()
+    labels, following = list(known), NO_LABEL
+    for i in reversed(range(len(known))):
+        if known[i] == NO_LABEL:
+            labels[i] = following if completion[i] else NO_LABEL
+            continue
+        if i + 1 < len(known) and completion[i + 1] and known[i + 1] != NO_LABEL:
+            labels[i] = known[i + 1]
+        following = known[i]
+    return TokenRow(row.ids, torch.tensor(labels, dtype=torch.int64), row.completion)
 
 
 def label_route(
@@ -97,11 +117,9 @@ def collect_states(
             lengths = torch.tensor([len(rows[i].ids) for i in batch])
             real = torch.arange(ids.shape[1]) < lengths[:, None]
             route = label_route(label, experts, model.adapters, n_layers if base_only else first, n_layers)
-            try:
+            with contextlib.suppress(Enough):
                 # right padding needs no mask: no state of a real token depends on it
                 model(ids.to(model.device), route=route, use_cache=False)
-            except Enough:
-                pass
             known = label != NO_LABEL
             for tap in taps:
                 state = normed(seen[tap].cpu(), torch.float32)[known]
