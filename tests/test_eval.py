@@ -13,14 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from molora_cli.core.evaluation import baselines, sets, tally, thresholds
+from molora_cli.core.evaluation import tally, thresholds
 from molora_cli.core.evaluation.lab import Lab, merged_factors
 from molora_cli.core.evaluation.rows import PARTS, batches, evaluation_rows
 from molora_cli.core.evaluation.score import PassCounter, constant, label_oracle, score
 from molora_cli.core.evaluation.store import NllStore
 from molora_cli.core.training.data import Example, Message
 from molora_cli.core.training.mixing import labelled
-from molora_cli.core.training.overlap import Seen, pack
 from molora_cli.errors import InputError, ThresholdError
 
 NAMES = ("num", "low", "up")
@@ -99,41 +98,6 @@ def _json(*line: str) -> dict[str, Any]:
 
 
 # -- numbers ------------------------------------------------------------------
-def test_recovered_is_the_share_of_the_gain_and_the_own_adapter_is_all_of_it() -> None:
-    base = tally.Tally(np.array([[20.0, 0], [0, 30]]), np.array([[10.0, 0], [0, 10]]))
-    own = tally.Tally(np.array([[10.0, 0], [0, 10]]), base.counts)
-    half = tally.Tally(np.array([[15.0, 0], [0, 25]]), base.counts)
-    draws = tally.Bootstrap(["a", "b"], draws=200)
-    b, o, h = (draws.means(t) for t in (base, own, half))
-    assert tally.recovered(b, o, o).mean.value == pytest.approx(1.0)
-    share = tally.recovered(b, h, o)
-    assert share.value == pytest.approx([0.5, 0.25]) and share.mean.value == pytest.approx(0.375)
-    assert share.minus(tally.recovered(b, b, o)).value == pytest.approx(0.375)
-    # an adapter without a gain has no share and is left out of the mean
-    level = tally.Tally(np.array([[10.0, 0], [0, 30]]), base.counts)
-    none = tally.recovered(b, h, draws.means(level))
-    assert np.isnan(none.value[1]) and none.mean.value == pytest.approx(0.5)
-
-
-def test_a_paired_interval_is_narrow_where_methods_differ_by_a_constant() -> None:
-    rng = np.random.default_rng(0)
-    one = rng.normal(2.0, 1.0, size=(60, 1)) * 10
-    counts = np.full((60, 1), 10.0)
-    draws = tally.Bootstrap([str(i) for i in range(60)], draws=500)
-    first, second = (draws.overall(tally.Tally(x, counts)) for x in (one, one + 1.0))
-    assert first.interval(0).high - first.interval(0).low > 0.2
-    found = tally.difference(first, second)
-    assert found.low == pytest.approx(-0.1) == found.high
-
-
-def test_rows_of_one_document_are_drawn_together() -> None:
-    sums = np.array([[1.0], [2.0], [3.0]])
-    draws = tally.Bootstrap(["a", "a", "b"], draws=50)
-    assert draws.weights.shape == (50, 2)
-    means = draws.means(tally.Tally(sums, np.ones((3, 1))))
-    assert set(np.round(means.draws[:, 0], 6)) <= {1.5, 3.0, 2.0}
-
-
 def test_nll_is_that_of_the_model_alone_and_batches_change_nothing(lab: Lab) -> None:
     examples = [labelled(_example("num", "12345678901", "4" * n), "num") for n in (3, 9, 30)]
     rows, cut = evaluation_rows(lab.tokenizer, examples, NAMES, 60)
@@ -165,73 +129,7 @@ def test_labels_and_parts_of_tokens(lab: Lab) -> None:
     assert torch.equal(route.indices[..., 0] == 1, batch.labels == 1)
 
 
-# -- sets ---------------------------------------------------------------------
-def test_mixes_hold_every_ordered_pair_alike_and_their_segments_are_their_rows() -> None:
-    rows = {
-        n: [labelled(_example(n, f"{n} question {i}", f"{n} answer {i}", i), n) for i in range(5)]
-        for n in NAMES
-    }
-    made = dict(sets.make_mixes(rows, 12, max_length=200, seed=1))
-    assert list(made) == [sets.TWO_TURN, sets.ONE_TURN, sets.NEW_TEMPLATE]
-    assert made == dict(sets.make_mixes(rows, 12, max_length=200, seed=1))
-    assert made != dict(sets.make_mixes(rows, 12, max_length=200, seed=2))
-    for found in made.values():
-        pairs = [tuple(dict.fromkeys(s.label for s in row.segments)) for row in found]
-        assert len(set(pairs)) == 6 and all(pairs.count(p) == 2 for p in pairs)
-        for row in found:
-            for s in row.segments:
-                assert row.contents[s.message][s.start : s.end].startswith(s.label)
-
-
-def test_specs_are_domains_or_sets_and_others_are_refused(tmp_path: Path) -> None:
-    plain = _write(tmp_path / "plain.jsonl", _rows("num", 3))
-    segment = {"message": 1, "start": 0, "end": 4, "label": "num+low"}
-    mixed = _write(tmp_path / "mixed.jsonl", [{**r, "segments": [segment]} for r in _rows("num", 3)])
-    domains, given = sets.read_sets([f"num={plain}", str(mixed)], NAMES, 2)
-    assert len(domains["num"]) == 2 and [(n, len(r)) for n, r in given] == [("mixed", 2)]
-    (_, blend) = sets.build_sets(domains, given, NAMES, mixed=0, max_length=100, seed=0)
-    assert blend.blended and blend.names == (*NAMES, "num+low")
-    for wrong in (f"other={plain}", str(plain)):
-        with pytest.raises(InputError, match="segments"):
-            sets.read_sets([wrong], NAMES, None)
-    segment["label"] = "num+other"
-    bad = _write(tmp_path / "bad.jsonl", [{**r, "segments": [segment]} for r in _rows("num", 1)])
-    with pytest.raises(InputError, match=r"num\+other"):
-        sets.build_sets({}, sets.read_sets([str(bad)], NAMES, None)[1], NAMES, mixed=0, max_length=9, seed=0)
-    with pytest.raises(InputError, match="two domains"):
-        sets.build_sets(domains, [], NAMES, mixed=3, max_length=100, seed=0)
-
-
-def test_documents_that_were_trained_on_are_found_again() -> None:
-    rows = [_example("num", f"a question that is long enough, number {i}", f"answer {i}") for i in range(20)]
-    seen = Seen({"seen": pack(rows[:10])})
-    assert [r in seen for r in rows] == [True] * 10 + [False] * 10
-    assert _example("low", rows[3].contents[0].upper(), "another answer") in seen
-    assert _example("low", "short", "answer 3") not in seen
-    assert not Seen({}).known and Seen({"seen": {"texts": "no base64!"}}).known
-    assert rows[0] not in Seen({"seen": {"texts": "no base64!"}})
-
-
 # -- baselines ----------------------------------------------------------------
-def test_baselines_are_parsed_and_wrong_ones_refused() -> None:
-    found = baselines.parse_baselines(["ties:density=0.2,uniform", "blend:num=0.7:up=0.3"], NAMES)
-    assert [b.title for b in found] == ["ties (density=0.2)", "uniform", "0.7 num + 0.3 up"]
-    names = {b.name for b in baselines.parse_baselines(["all"], NAMES)}
-    assert {"cat", "svd", "linear", "ties", "dare", "arrow"} <= names and "xlora" not in names
-    assert baselines.parse_baselines(["none"], NAMES) == []
-    for wrong in (
-        "magic",
-        "ties:rate=2",
-        "ties:density=2",
-        "uniform:x=1",
-        "blend",
-        "blend:other=1",
-        "svd:rank=x",
-    ):
-        with pytest.raises(InputError):
-            baselines.parse_baselines([wrong], NAMES)
-
-
 def test_a_merge_is_what_convert_writes(bundle: Path, lab: Lab, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -375,6 +273,7 @@ def test_two_passes_are_counted(lab: Lab) -> None:
     assert counter.passes() == 2
 
 
+@pytest.mark.slow
 def test_arrow_and_xlora_run_in_peft_and_mixed_ranks_are_said(
     bundle: Path, tiny_llama: Path, make_adapter: Callable[..., Path], data: list[str], tmp_path: Path
 ) -> None:
@@ -443,3 +342,26 @@ def test_a_recipe_says_the_same_as_flags_and_flags_win(
     assert (first.mixed, list(first.modes), list(first.baselines)) == (6, ["1", "soft"], ["uniform"])
     assert list(first.minimum) == ["single=40.0"] and list(second.minimum) == ["single=50"]
     assert second.mixed == 3 and not second.allow_code_execution
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "passes"), [("taps", 1), ("hidden", 2), ("arrow", 1)])
+def test_routers_that_read_hidden_states_are_measured_too(
+    bundle: Path, data: list[str], tmp_path: Path, kind: str, passes: int
+) -> None:
+    import shutil
+
+    from molora_cli.app import app
+
+    other = Path(shutil.copytree(bundle, tmp_path / "other"))
+    line = ["attach-router", str(other), "--kind", "arrow", "--force"]
+    if kind != "arrow":
+        line = ["train-router", str(other), *data, "--kind", kind, "--steps", "3", "--mixes", "4", "--force"]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, (done.output, done.exception)
+    router = ["--router", str(other / "router.safetensors"), "--modes", "1", "--limit", "2"]
+    found = _json(str(bundle), *data, *router, "--baselines", "sequence-router")
+    rows = {row["name"]: row for row in found["sets"]["single"]["rows"]}
+    assert rows["other top-1"]["passes"] == pytest.approx(passes, abs=0.3 if passes > 1 else 0)
+    assert found["routers"]["other"]["kind"] == kind and "sequence-router (other)" in rows
+    assert rows["other top-1"]["routing"]["accuracy"]["prompt"] is not None
