@@ -100,6 +100,32 @@ def test_what_the_compiler_says_is_passed_on(small_sources: Path) -> None:
     assert list(cpu_build.cache_folder().iterdir()) == []
 
 
+def test_a_build_in_the_background_is_waited_for(small_sources: Path) -> None:
+    code = (
+        "from pathlib import Path; from molora_kernels import cpu_build; import runpy, time\n"
+        f"cpu_build.SOURCES = Path({str(small_sources)!r})\n"
+        "flags = cpu_build.native_flags(); real = cpu_build._compile\n"
+        "def slow(*a):\n    print('begun', flush=True); time.sleep(1); return real(*a)\n"
+        "cpu_build._compile = slow\n"
+        "cpu_build.build(cpu_build.library_path(flags), cpu_build.find_compiler(), flags)\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None and other.stdout.readline() == "begun\n"
+    assert not cpu_build.is_cached()
+    said: list[str] = []
+    cpu_build.load(said.append)
+    assert not said and cpu_build.is_cached() and other.wait() == 0
+
+
+def test_a_build_that_was_killed_is_not_waited_for(small_sources: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (cpu_build.cache_folder() / f".build-{dead.pid}-x").mkdir(parents=True)
+    said: list[str] = []
+    cpu_build.load(said.append)
+    assert len(said) == 1
+
+
 @pytest.fixture
 def unresolved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has not looked for a backend yet."""
@@ -119,6 +145,16 @@ def test_without_a_compiler_the_torch_path_runs_after_one_notice(
     assert said[0].startswith("the CPU kernels are not available (CXX=/nothing/c++ is not there)")
     with pytest.raises(ValueError, match="the CPU kernels are not available: CXX=/nothing"):
         backend.resolve("cpu", notify=said.append)
+
+
+def test_auto_begins_a_build_and_goes_on(
+    unresolved: None, small_sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(cpu_build, "start", lambda: begun.append(1))
+    said: list[str] = []
+    assert backend.resolve("auto", notify=said.append) == "torch"
+    assert begun and "compiled in the background" in said[0]
 
 
 def test_without_anyone_to_notify_it_is_a_warning(

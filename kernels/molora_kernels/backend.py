@@ -14,17 +14,13 @@ Notify = Callable[[str], None]
 def resolve(name: str = "auto", *, device: str = "cpu", notify: Notify | None = None) -> str:
     """The backend that `name` stands for on a kind of device ("cpu", "cuda", ...).
 
-    "auto" on a CPU: "cpu" where its operators are cached or a compiler is found, else "torch", told once
-    through `notify` (None = a Python warning). Raises ValueError for a name that is unknown or not available
-    here.
+    "auto" on a CPU: "cpu" where its operators are compiled. Where they are not they begin to be, beside this
+    process, which goes on in "torch" at once; `notify` (None = a Python warning) is told so, or that there is
+    no compiler, once. "cpu" waits for the compiler. Raises ValueError for a name that is unknown or not
+    available here.
     """
     if name == "auto":
-        if device != "cpu":
-            return "torch"
-        failure = _cpu_failure(notify)
-        if failure:
-            _tell_once(failure, notify)
-        return "torch" if failure else "cpu"
+        return _best(device, notify)
     if name == "cpu":
         if device != "cpu":
             raise ValueError(f"the backend 'cpu' does not run on {device}")
@@ -38,6 +34,28 @@ def resolve(name: str = "auto", *, device: str = "cpu", notify: Notify | None = 
     if name in PLANNED:
         raise ValueError(f"the backend '{name}' is not available in this version (available: {available})")
     raise ValueError(f"there is no backend '{name}' (available: {available})")
+
+
+def _best(device: str, notify: Notify | None) -> str:
+    from molora_kernels import cpu_build
+
+    if device != "cpu":
+        return "torch"
+    if "cpu" not in _known and not cpu_build.is_cached():
+        try:
+            cpu_build.start()
+            message = (
+                "the CPU kernels are being compiled in the background, once for this machine; "
+                "until then adapters run in plain torch"
+            )
+        except cpu_build.BuildError as error:
+            message = _missing(str(error))
+        _tell_once(message, notify)
+        return "torch"
+    failure = _cpu_failure(notify)
+    if failure:
+        _tell_once(_missing(failure), notify)
+    return "torch" if failure else "cpu"
 
 
 _known: dict[str, str | None] = {}
@@ -59,14 +77,17 @@ def _cpu_failure(notify: Notify | None) -> str | None:
     return _known["cpu"]
 
 
-def _tell_once(failure: str, notify: Notify | None) -> None:
-    message = (
+def _missing(failure: str) -> str:
+    return (
         f"the CPU kernels are not available ({failure}): adapters run in plain torch, which is slower; "
         "install g++ or clang, or set CXX"
     )
+
+
+def _tell_once(message: str, notify: Notify | None) -> None:
     if message not in _told:
         _told.add(message)
         if notify is None:
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=5)
         else:
             notify(message)

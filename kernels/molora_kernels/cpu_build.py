@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def build(path: Path, compiler: list[str], flags: tuple[str, ...], library: str 
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".build-{os.getpid()}-") as folder:
             made = _compile(compiler, Path(folder), flags, library)
             made.replace(path)
     except OSError as error:
@@ -99,6 +100,9 @@ def load(
     path = library_path(flags, library)
     if not path.is_file():
         compiler = find_compiler()
+        while not path.is_file() and _running():
+            time.sleep(0.2)
+    if not path.is_file():
         if notify is not None:
             notify("compiling the CPU kernels, once for this machine: half a minute or less")
         build(path, compiler, flags, library)
@@ -107,6 +111,46 @@ def load(
     except OSError as error:
         path.unlink(missing_ok=True)  # damaged: the next start builds it again
         raise BuildError(f"{path} cannot be loaded ({error})") from error
+
+
+def is_cached() -> bool:
+    """Whether `load` would find its build."""
+    return library_path(native_flags()).is_file()
+
+
+def start() -> None:
+    """Begin the build in a process of its own, which outlives this one, unless one has begun already.
+
+    Raises BuildError where there is no compiler or the folder cannot be written.
+    """
+    find_compiler()
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"{folder} cannot be written ({error.strerror})") from error
+    if _running():
+        return
+    low = ["nice", "-n", "10"] if shutil.which("nice") else []
+    subprocess.Popen(
+        [*low, sys.executable, "-m", "molora_kernels.cpu_build"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _running() -> bool:
+    """Whether a process that is alive compiles into the cache folder."""
+    for folder in cache_folder().glob(".build-*"):
+        number = folder.name.split("-")[1]
+        try:
+            os.kill(int(number), 0)
+        except (ValueError, OSError):
+            continue
+        return True
+    return False
 
 
 def compile_command(compiler: list[str], source: str, flags: tuple[str, ...], library: str) -> list[str]:
@@ -175,3 +219,7 @@ def _openmp_library() -> str | None:
 
 def _openmp_flags() -> tuple[str, ...]:
     return ("-Xpreprocessor", "-fopenmp") if sys.platform == "darwin" else ("-fopenmp",)
+
+
+if __name__ == "__main__":
+    build(library_path(native_flags()), find_compiler(), native_flags())
