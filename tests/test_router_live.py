@@ -28,31 +28,14 @@ LAYERS, WIDTH, VOCABULARY = 4, 32, 96
 
 def base_model(family: str = "llama") -> Any:
     torch.manual_seed(0)
+    shared = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "eos_token_id": 95}
     if family == "gpt2":
-        gpt2 = GPT2Config(
-            n_embd=WIDTH,
-            n_layer=LAYERS,
-            n_head=4,
-            vocab_size=VOCABULARY,
-            n_positions=64,
-            initializer_range=0.2,
-            eos_token_id=95,
-        )
-        base: Any = GPT2LMHeadModel(gpt2).eval()
+        config: Any = GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=64, **shared)
+        base: Any = GPT2LMHeadModel(config).eval()
     else:
-        config = LlamaConfig(
-            hidden_size=WIDTH,
-            intermediate_size=48,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=64,
-            initializer_range=0.2,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=95,
-        )
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+        heads_ = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+        config = LlamaConfig(**sizes, **heads_, **shared, pad_token_id=0, bos_token_id=1)
         base = LlamaForCausalLM(config).eval()
     base.generation_config.pad_token_id = 0
     return base
