@@ -13,14 +13,18 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from molora_cli.core.agreement import agreement
 from molora_cli.core.stats import summarise
 from molora_cli.core.trace import Trace
 from molora_cli.errors import InputError
 from molora_cli.views.coloured import ColouredDocuments
 from molora_cli.views.figure import check_figure, tokens_svg, write_figure
+from molora_cli.views.heatmap import Heatmap
 from molora_cli.views.histogram import Histogram
 from molora_cli.views.palette import BASE, HUES, Palette, ink, rgb, tint
+from molora_cli.views.position import Positions, place, split_cells
 from molora_cli.views.tables import AdapterView, BundleView, StatsView
+from molora_cli.views.trace import TraceView
 
 PIECES = [
     "Solve",
@@ -62,7 +66,8 @@ def _trace(adapters: int = 4, n: int = 120, groups: int = 1, k: int = 1, base: b
 
 def _views(trace: Trace) -> list[Any]:
     stats = summarise(trace)
-    return [ColouredDocuments(trace, limit=100), Histogram(trace, stats), StatsView(trace, stats)]
+    parts = [Heatmap(trace, stats), Positions(trace, stats)]
+    return [ColouredDocuments(trace, limit=100), Histogram(trace, stats), StatsView(trace, stats), *parts]
 
 
 def _render(view: Any, width: int, **settings: Any) -> str:
@@ -209,6 +214,80 @@ def test_histogram_bars_and_uniform_line() -> None:
     assert bars["math"].count("m") + 1 - 2 == pytest.approx(room / 2, abs=1)
 
 
+def test_heatmap_shows_every_layer_in_percent_or_in_tenths() -> None:
+    trace = _trace(groups=5)
+    trace.indices[:, 3] = 1
+    text = _render(Heatmap(trace, summarise(trace)), 80)
+    rows = [line.split() for line in text.split("\n")]
+    # a block for all text and one per domain, a row per group
+    assert [row[0] for row in rows if row and re.fullmatch(r"\d+-\d+", row[0])] == [
+        f"{3 * g}-{3 * g + 2}" for g in range(5)
+    ] * 4
+    assert ["9-11", "0", "100", "0", "0", "0"] in rows and "all text  120 tokens, 3 texts" in text
+    assert ["layers", "m", "c", "s", "e", "-"] in rows and "m math  c code" in text and "in percent" in text
+    many = _trace(groups=2, adapters=12)
+    many.indices[:] = 0
+    narrow = _render(Heatmap(many, summarise(many)), 40)
+    assert "in tenths (X all, . less than half of one)" in " ".join(narrow.split())
+    assert re.search(r"^0-2    X *$", narrow, re.MULTILINE) and "layers mcsea" in narrow
+
+
+def test_heatmap_of_one_group_has_a_row_per_domain() -> None:
+    text = _render(Heatmap(_trace(), summarise(_trace())), 60)
+    assert "one route holds for all layers" in text
+    assert [line.split()[0] for line in text.split("\n")[3:7]] == ["math", "日本語の医学", "all", "all"]
+
+
+def test_positions_are_bars_of_the_whole_width() -> None:
+    trace = _trace(n=64, base=False)
+    trace.starts, trace.domains = np.array([0]), ()
+    trace.indices[:] = 0
+    trace.indices[32:] = 1
+    lines = _render(Positions(trace, summarise(trace)), 90).split("\n")
+    bars = dict(line.split(maxsplit=1) for line in lines[1:8])
+    assert list(bars) == ["1", "2-3", "4-7", "8-15", "16-31", "32-63", "64-127"]
+    assert set(bars["8-15"].split()[0]) == {"m"} and bars["8-15"].split()[1] == "8"
+    # token 32 is the last of the first half
+    assert bars["32-63"].split()[0].count("m") == pytest.approx(len(bars["32-63"].split()[0]) / 32, abs=1)
+    assert len({len(line) for line in lines[1:8]}) == 1
+    assert place(0) == "1" and place(10) == "1,024-2,047"
+    assert split_cells([0.5, 0.25, 0.25], 5) in ([3, 1, 1], [2, 2, 1], [2, 1, 2])
+    assert sum(split_cells([0.34, 0.33, 0.33], 7)) == 7 and split_cells([0.0, 0.0], 9) == [0, 0]
+
+
+def test_of_many_groups_the_ends_and_the_middle_are_shown_and_it_is_said() -> None:
+    trace = _trace(groups=12)
+    stats = summarise(trace)
+    for view in (ColouredDocuments(trace, limit=50), Histogram(trace, stats), Positions(trace, stats)):
+        text = _render(view, 100)
+        assert "3 of 12 groups of layers are shown; all of them: --view heatmap" in text
+        assert "layers 0-2" in text and "layers 18-20" in text and "layers 33-35" in text
+        assert "layers 3-5" not in text
+
+
+def test_the_views_that_are_asked_for() -> None:
+    trace = _trace(groups=2)
+    stats = summarise(trace)
+    for view, sign in (("heatmap", "in percent"), ("position", "by place"), ("histogram", "uniform")):
+        text = _render(TraceView(trace, stats, view=view, tokens=None, limit=50), 100)
+        assert sign in text and "switches" not in text and "text 1 (" not in text
+    text = _render(TraceView(trace, stats, view="tokens", tokens=None, limit=50), 100)
+    assert "text 1 (" in text and "uniform" not in text
+    text = _render(TraceView(trace, stats, tokens=None, limit=50), 100)
+    assert "text 1 (" in text and "in percent" in text and "switches" in text
+    assert "text 1 (" not in _render(TraceView(trace, stats, tokens=False, limit=50), 100)
+    assert "in percent" not in _render(TraceView(_trace(), stats, tokens=False, limit=50), 100)
+    compared = TraceView(trace, stats, tokens=False, limit=50)
+    compared.compare(agreement(trace, trace), ("one\x1b", "two"))
+    text = _render(compared, 100)
+    assert (
+        "100.0 % of 120 tokens take an expert of the same name" in text
+        and "rows one\\x1b, columns two" in text
+    )
+    compared.compare(None, ("one", "two"))
+    assert "two holds other text" in _render(compared, 100)
+
+
 def test_ascii_terminals_get_ascii() -> None:
     class Ascii(io.StringIO):
         encoding = "ascii"
@@ -244,6 +323,18 @@ def test_figures(tmp_path: Path, groups: int) -> None:
         assert text in svg
 
 
+def test_figures_of_layers_positions_and_text(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace = _trace(groups=2)
+    stats = summarise(trace)
+    for view, sign in (("heatmap", ">12<"), ("position", ">n=")):
+        write_figure(tmp_path / f"{view}.svg", trace, stats, view=view)
+        drawn = (tmp_path / f"{view}.svg").read_text()
+        assert "medical" in drawn and "by first choice" in drawn and (sign in drawn)
+    write_figure(tmp_path / "tokens.png", trace, stats, view="tokens", limit=20)
+    assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_tokens_svg_is_safe_and_asks_nobody() -> None:
     import xml.etree.ElementTree as ET
 
@@ -258,8 +349,6 @@ def test_tokens_svg_is_safe_and_asks_nobody() -> None:
 def test_figure_names_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"\.png or \.svg"):
         check_figure(tmp_path / "a.pdf", "histogram", force=False)
-    with pytest.raises(InputError, match=r"written as \.svg"):
-        check_figure(tmp_path / "a.png", "tokens", force=False)
     (tmp_path / "a.svg").write_text("mine")
     with pytest.raises(InputError, match="exists"):
         check_figure(tmp_path / "a.svg", "tokens", force=False)
@@ -268,6 +357,9 @@ def test_figure_names_are_checked_first(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(InputError, match="matplotlib") as error:
         check_figure(tmp_path / "b.svg", "histogram", force=False)
     assert "molora[figures]" in error.value.remedy
+    with pytest.raises(InputError, match="matplotlib"):
+        check_figure(tmp_path / "b.png", "tokens", force=False)
+    check_figure(tmp_path / "b.svg", "tokens", force=False)  # needs no matplotlib
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -13,13 +14,55 @@ from molora_cli.errors import InputError
 from molora_cli.out import Out
 from molora_cli.text import argument_text
 
+if TYPE_CHECKING:
+    from molora_cli.core.bundle.store import Bundle
+    from molora_cli.core.stats import Stats
+    from molora_cli.core.trace import Trace
+    from molora_cli.views.report import Side
+
 EPILOG = """\b
 Examples:
   molora inspect my-bundle
   molora inspect my-bundle --prompt "Integrate x^2, then write the SQL for it"
   molora inspect my-bundle --data math=math.jsonl --data code=code.jsonl --figure shares.png
+  molora inspect my-bundle --data math=math.jsonl --report routes.html --compare other-bundle
   molora inspect ./my-lora
 """
+
+
+VIEWS = ("histogram", "tokens", "heatmap", "position")
+
+
+@dataclass(frozen=True)
+class Show:
+    """What is shown of a trace, and how. view: the only one, or None; kind: the one a figure draws."""
+
+    view: Any
+    kind: Any
+    tokens: bool | None
+    limit: int
+    top: int
+    template: bool
+    figure: Path | None
+    report: Path | None
+    force: bool
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A trace, where it comes from, and the bundle behind it where that is at hand."""
+
+    place: Path
+    trace: Trace
+    bundle: Bundle | None
+
+    def side(self, stats: Stats) -> Side:
+        """As one side of a report."""
+        from molora_cli.core.inspection import bundle_facts
+        from molora_cli.views.report import Side
+
+        facts = bundle_facts(self.bundle) if self.bundle else None
+        return Side(self.place.name or str(self.place), self.trace, stats, facts)
 
 
 def register(app: typer.Typer) -> None:
@@ -54,8 +97,24 @@ def command(
         typer.Option("--figure", help="Draw into FILE.png or FILE.svg."),
     ] = None,
     view: Annotated[
-        str, typer.Option("--view", help="What --figure draws: histogram, or tokens (.svg).")
-    ] = "histogram",
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--view",
+            help="Show this view alone, and draw it with --figure: histogram, tokens, heatmap (layers "
+            "against adapters) or position (along the text).",
+        ),
+    ] = None,
+    report: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--report", help="Write every view as one page, FILE.html, that needs no network."),
+    ] = None,
+    compare: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            "--compare",
+            help="A second bundle, which routes the same tokens, or a second trace, shown beside the first.",
+        ),
+    ] = None,
     save_trace: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--save-trace", help="Keep the routes in FILE; molora inspect FILE shows them again."),
@@ -88,8 +147,9 @@ def command(
     from molora_cli.core.inspection import recognise
 
     out = Out(json_mode=json_, quiet=quiet)
-    if view not in ("histogram", "tokens"):
-        raise InputError(f"--view is '{view}'; it can be histogram or tokens", "give one of the two")
+    kind: Any = view or "histogram"
+    if kind not in VIEWS:
+        raise InputError(f"--view is '{view}'; it can be {', '.join(VIEWS)}", "give one of them")
     texts = _texts(prompt or [], stdin or path == "-")
     place = default_bundle() if path in (None, "-") else Path(str(path)).expanduser()
     what = recognise(place)
@@ -97,17 +157,22 @@ def command(
     if what != "bundle" and wants_trace:
         raise InputError(f"{place} has no router that could route a text", "give a bundle")
     if not wants_trace and what != "trace":
-        if figure or save_trace:
-            raise InputError("there is no text to draw or save", "give --prompt, --data or --stdin")
+        if figure or save_trace or report or compare:
+            raise InputError("there is no text to draw, save or compare", "give --prompt, --data or --stdin")
         _show_facts(out, what, place, base)
         return
-    kind: Literal["histogram", "tokens"] = "tokens" if view == "tokens" else "histogram"
     if figure:
         from molora_cli.views.figure import check_figure
 
         check_figure(figure, kind, force=force)
-    trace = _trace(out, what, place, base, data or [], texts, chat, save_trace, force)
-    _show_trace(out, trace, figure, kind, tokens, limit, top, template)
+    if report:
+        from molora_cli.views.report import check_report
+
+        check_report(report, force=force)
+    trace, bundle = _trace(out, what, place, base, data or [], texts, chat, save_trace, force)
+    second = _second(out, compare, trace) if compare else None
+    show = Show(view, kind, tokens, limit, top, template, figure, report, force)
+    _show_trace(out, show, Shown(place, trace, bundle), second)
 
 
 def _texts(prompts: list[str], stdin: bool) -> list[str]:
@@ -146,15 +211,20 @@ def _trace(
     chat: bool,
     save: Path | None,
     force: bool,
-) -> Any:
-    """The trace of a file, or of texts through a bundle's router; saved where that is asked for."""
+) -> tuple[Trace, Bundle | None]:
+    """The trace of a file, or of texts through a bundle's router; saved where that is asked for.
+
+    With it the bundle it is of, where that is at hand.
+    """
     from molora_cli.core.bundle.store import Bundle
     from molora_cli.core.trace_files import check_trace_target, load_trace, save_trace
 
     if save:
         check_trace_target(save, force=force)
+    bundle: Bundle | None
     if what == "trace":
         trace = load_trace(place)
+        bundle = _recorded(trace)
     else:
         from molora_cli.core.tracing import read_documents, trace_texts
 
@@ -167,36 +237,50 @@ def _trace(
     if save:
         save_trace(save, trace, force=force)
         out.note(f"saved {len(trace):,} routes to {save}")
-    return trace
+    return trace, bundle
 
 
-def _show_trace(
-    out: Out,
-    trace: Any,
-    figure: Path | None,
-    view: Literal["histogram", "tokens"],
-    tokens: bool | None,
-    limit: int,
-    top: int,
-    template: bool,
-) -> None:
-    from rich.console import Console
+def _recorded(trace: Trace) -> Bundle | None:
+    """The bundle that a trace says it was made with, if it still lies there unchanged."""
+    from molora_cli.core.bundle.store import Bundle
 
+    try:
+        bundle = Bundle.open(Path(str(trace.meta.get("bundle"))))
+    except (InputError, OSError, ValueError):
+        return None
+    return bundle if bundle.digest == trace.meta.get("digest") else None
+
+
+def _second(out: Out, place: Path, trace: Trace) -> Shown:
+    """What a trace is compared with: a trace, or the same tokens through another bundle."""
+    from molora_cli.core.agreement import trace_again
+    from molora_cli.core.bundle.store import Bundle
+    from molora_cli.core.inspection import recognise
+    from molora_cli.core.trace_files import load_trace
+
+    place = place.expanduser()
+    what = recognise(place)
+    if what == "trace":
+        other = load_trace(place)
+        return Shown(place, other, _recorded(other))
+    if what != "bundle":
+        raise InputError(f"{place} is neither a bundle nor a trace", "give one of the two to --compare")
+    bundle = Bundle.open(place)
+    with out.progress("routing") as ticker:
+        other = trace_again(bundle, trace, ticker=ticker)
+    for warning in bundle.warnings:
+        out.warn(warning)
+    return Shown(place, other, bundle)
+
+
+def _show_trace(out: Out, show: Show, first: Shown, second: Shown | None) -> None:
+    from molora_cli.core.agreement import agreement
     from molora_cli.core.stats import summarise
     from molora_cli.core.trace import listing
-    from molora_cli.views.coloured import ColouredDocuments
-    from molora_cli.views.histogram import Histogram
-    from molora_cli.views.tables import StatsView
+    from molora_cli.views.trace import TraceView
 
-    stats = summarise(trace, top=top, template=template)
-
-    def human(console: Console) -> None:
-        if tokens is not False:
-            console.print(ColouredDocuments(trace, limit=limit, template=template))
-        console.print(Histogram(trace, stats))
-        console.print()
-        console.print(StatsView(trace, stats))
-
+    trace = first.trace
+    stats = summarise(trace, top=show.top, template=show.template)
     document = {
         "what": "trace",
         "tokens": len(trace),
@@ -209,13 +293,28 @@ def _show_trace(
         "stats": stats.document(),
         "warnings": stats.warnings(),
     }
-    if tokens:
-        document["listing"] = listing(trace, limit)
-    out.result(document, human)
+    if show.tokens:
+        document["listing"] = listing(trace, show.limit)
+    found = agreement(trace, second.trace, template=show.template) if second else None
+    if second:
+        document["compared_with"] = str(second.place)
+        document["agreement"] = asdict(found) if found else None
+    view = TraceView(trace, stats, view=show.view, tokens=show.tokens, limit=show.limit)
+    if second:
+        view.compare(found, (str(first.place), str(second.place)))
+    out.result(document, lambda console: console.print(view))
     for warning in stats.warnings():
         out.warn(warning)
-    if figure:
+    if show.figure:
         from molora_cli.views.figure import write_figure
 
-        write_figure(figure, trace, stats, view=view, limit=limit)
-        out.note(f"drew {figure}")
+        write_figure(show.figure, trace, stats, view=show.kind, limit=show.limit)
+        out.note(f"drew {show.figure}")
+    if show.report:
+        from molora_cli.views.report import write_report
+
+        beside = None
+        if second:
+            beside = second.side(summarise(second.trace, top=show.top, template=show.template))
+        size = write_report(show.report, first.side(stats), beside, force=show.force)
+        out.note(f"wrote {show.report} ({size / 1e6:.1f} MB)")

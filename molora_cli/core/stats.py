@@ -8,6 +8,7 @@ token's *first choice* is the expert with its largest gate; among several equal 
     switches  neighbours within a document with different first choices, per 100 neighbours
     entropy   -sum_e p_e log2 p_e of the router's scores p, in bits; mean and quantiles over the tokens
     margin    p of the best expert minus p of the second, likewise
+    bins      tokens in each of 20 equal steps of entropy, 0 to log2 of the experts, and of margin, 0 to 1
     lift      ((n_te + c s_e) / (n_t + c)) / s_e with n_te tokens of id t on expert e, n_t tokens of id t, s_e
               the expert's share and c = 5: how much more often than its share an expert takes that token,
               drawn towards 1 where the token is rare
@@ -31,18 +32,21 @@ from molora_cli.core.trace import BASE_EXPERT, Trace
 PSEUDO = 5.0
 MIN_COUNT = 3
 COLLAPSED = 0.95
+BINS = 20
 _BLOCK = 1 << 18
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and quantiles over tokens."""
+    """Mean and quantiles over tokens, and how many lie in each of `BINS` equal steps from 0 to `limit`."""
 
     mean: float
     p10: float
     p50: float
     p90: float
+    limit: float
+    bins: list[int]
 
 
 @dataclass(frozen=True)
@@ -252,12 +256,14 @@ def _entropy_and_margin(
         entropy[block] = -(p * np.log2(p, where=p > 0, out=np.zeros_like(p))).sum(axis=1)
         two = np.partition(p, -2, axis=1)[:, -2:]
         margin[block] = two[:, 1] - two[:, 0]
-    return _spread(entropy), _spread(margin)
+    return _spread(entropy, float(np.log2(len(trace.experts)))), _spread(margin, 1.0)
 
 
-def _spread(values: Array) -> Spread:
+def _spread(values: Array, limit: float) -> Spread:
     p10, p50, p90 = (float(q) for q in np.quantile(values, (0.1, 0.5, 0.9)))
-    return Spread(float(values.mean()), p10, p50, p90)
+    place = np.clip(values / limit * BINS, 0, BINS - 1).astype(np.int64)  # the limit itself is in the last
+    bins: list[int] = np.bincount(place, minlength=BINS).tolist()
+    return Spread(float(values.mean()), p10, p50, p90, limit, bins)
 
 
 def _transitions(first: NDArray[np.int64], inside: NDArray[np.bool_], columns: int) -> list[list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
@@ -62,7 +64,7 @@ class ColouredDocuments:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         trace, palette = self.trace, Palette(self.trace.adapters, console)
-        groups = range(trace.groups) if self.group is None else [self.group]
+        groups = chosen_groups(trace.groups) if self.group is None else [self.group]
         counted = trace if self.template else trace.without_template()
         shown = 0
         for number, tokens in self._chosen():
@@ -85,6 +87,8 @@ class ColouredDocuments:
         if shown < len(trace):
             note = f"{shown:,} of {len(trace):,} tokens are shown; the statistics cover all"
             yield Text(note if counted is trace else f"{note} messages", style="dim")
+        if self.group is None and (note := skipped_note(trace.groups, groups)):
+            yield Text(note, style="dim")
         shares = _shares(counted, groups[0])
         base = BASE_EXPERT in trace.experts or not trace.experts or shares[BASE] > 0
         yield palette.legend(shares, width=options.max_width, base=base)
@@ -113,13 +117,26 @@ class ColouredDocuments:
         return f"{name}text {number + 1} ({length:,} tokens)"
 
 
+def chosen_groups(count: int) -> list[int]:
+    """The groups of layers that are shown one after the other: up to three all, else ends and middle."""
+    return list(range(count)) if count <= 3 else [0, count // 2, count - 1]
+
+
+def skipped_note(count: int, shown: Sequence[int]) -> str:
+    """What is not shown of `count` groups of layers, and where it is; empty where all are."""
+    if len(shown) == count:
+        return ""
+    note = f"{len(shown)} of {count} groups of layers are shown"
+    return f"{note}; all of them: --view heatmap, or --report FILE.html"
+
+
 def layer_range(trace: Trace, group: int) -> str:
-    """`0-9` for a group of layers, from the trace's own record."""
+    """`0-9` for a group of layers, `4` for one of a single layer, from the trace's own record."""
     ranges = trace.meta.get("groups") or []
     if group >= len(ranges):
         return f"of group {group}"
     first, end = ranges[group]
-    return f"{first}-{int(end) - 1}"
+    return f"{first}-{last}" if (last := int(end) - 1) != first else str(first)
 
 
 def _shares(trace: Trace, group: int) -> dict[int, float]:

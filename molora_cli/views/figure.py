@@ -1,6 +1,6 @@
-"""Pictures of a trace as files: shares per adapter and domain (PNG, SVG), and the coloured text (SVG).
+"""Pictures of a trace as files, PNG or SVG: shares per adapter and domain, and the coloured text.
 
-matplotlib is an extra and is imported only when a histogram is drawn.
+matplotlib is an extra and is imported only when it draws: everything but the coloured text as SVG.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from molora_cli.core.stats import Stats
 from molora_cli.core.trace import Trace
 from molora_cli.errors import InputError
 from molora_cli.text import printable, shorten
-from molora_cli.views.coloured import ColouredDocuments, layer_range
+from molora_cli.views.coloured import ColouredDocuments, chosen_groups, layer_range
 from molora_cli.views.palette import BASE, HUES
 
-View = Literal["histogram", "tokens"]
+View = Literal["histogram", "tokens", "heatmap", "position"]
+VIEWS: tuple[View, ...] = ("histogram", "tokens", "heatmap", "position")
 GREY = "#8c8c8c"
+WIDTH = 88  # columns of the coloured text
 _HATCHES = ("", "//", "..", "xx")
 _PAPER = TerminalTheme(
     (255, 255, 255),
@@ -62,12 +64,11 @@ _SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"
 
 
 def check_figure(path: Path, view: View, *, force: bool) -> None:
-    """What can be refused before any work: name, place, and for a histogram the extra. Raises InputError."""
-    endings = (".svg",) if view == "tokens" else (".png", ".svg")
-    if path.suffix.lower() not in endings:
+    """What can be refused before any work: name, place, a missing extra. Raises InputError."""
+    if path.suffix.lower() not in (".png", ".svg"):
         raise InputError(
-            f"{shorten(str(path))}: a {view} figure is written as {' or '.join(endings)}",
-            "give --figure FILE.svg" + ("" if view == "tokens" else ", or FILE.png"),
+            f"{shorten(str(path))}: a figure is written as .png or .svg",
+            "give --figure FILE.svg, or FILE.png",
         )
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(
@@ -75,7 +76,7 @@ def check_figure(path: Path, view: View, *, force: bool) -> None:
         )
     if path.exists() and not force:
         raise InputError(f"{shorten(str(path))} exists", "give --force to replace it, or another name")
-    if view == "histogram":
+    if not (view == "tokens" and path.suffix.lower() == ".svg"):
         _matplotlib()
 
 
@@ -83,15 +84,22 @@ def write_figure(
     path: Path, trace: Trace, stats: Stats, *, view: View = "histogram", limit: int = 400
 ) -> None:
     """Draw one view of a trace into a file. limit: tokens of the coloured text. Raises MoloraError."""
-    if view == "tokens":
+    kind = path.suffix.lower().lstrip(".")
+    if view == "tokens" and kind == "svg":
         payload = tokens_svg(trace, limit=limit, template=stats.template_counted).encode("utf-8")
+    elif view == "tokens":
+        from molora_cli.views.figure_terminal import terminal_png
+
+        payload = terminal_png(
+            ColouredDocuments(trace, limit=limit, template=stats.template_counted), width=WIDTH
+        )
     else:
-        payload = _histogram(trace, stats, path.suffix.lower().lstrip("."))
+        payload = _drawn(trace, stats, view, kind)
     with new_file(path) as work:
         work.write_bytes(payload)
 
 
-def tokens_svg(trace: Trace, *, limit: int = 400, width: int = 88, template: bool = False) -> str:
+def tokens_svg(trace: Trace, *, limit: int = 400, width: int = WIDTH, template: bool = False) -> str:
     """The terminal's coloured text as one SVG without outside parts; a trace always gives the same bytes."""
     console = Console(
         record=True,
@@ -118,47 +126,18 @@ def _matplotlib() -> Any:
     return matplotlib
 
 
-def _histogram(trace: Trace, stats: Stats, kind: str) -> bytes:
-    """Grouped bars: one group per domain, one bar per adapter and the base, one panel per group of layers."""
+def _drawn(trace: Trace, stats: Stats, view: View, kind: str) -> bytes:
+    """One figure as the bytes of a file. kind: png or svg; a trace always gives the same SVG."""
     matplotlib = _matplotlib()
-    from matplotlib.figure import Figure
-
-    columns = [*range(len(trace.adapters)), *([BASE] if stats.knows_base else [])]
-    parts = [group.domains or [group.total] for group in stats.groups]
-    bars = len(parts[0]) * (len(columns) + 1)
-    size = (min(24.0, max(5.0, 1.6 + 0.28 * bars)), 0.9 + 2.7 * len(parts))
     # text stays text in an SVG, and nothing in the file depends on the day or on chance
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "molora", "hatch.linewidth": 0.6}):
-        figure = Figure(figsize=size, layout="constrained")
-        panels = figure.subplots(len(parts), 1, squeeze=False, sharex=True)[:, 0]
-        for number, (panel, domains) in enumerate(zip(panels, parts, strict=True)):
-            for place, index in enumerate(columns):
-                x = [d + (place - (len(columns) - 1) / 2) * 0.8 / len(columns) for d in range(len(domains))]
-                turn, hue = divmod(index, len(HUES)) if index != BASE else (0, 0)
-                panel.bar(
-                    x,
-                    [100 * part.share[index] for part in domains],
-                    0.8 / len(columns),
-                    color=GREY if index == BASE else HUES[hue],
-                    edgecolor="#303030",
-                    linewidth=0.4,
-                    hatch=_HATCHES[turn % len(_HATCHES)],
-                    label=_plain("base" if index == BASE else trace.adapters[index]),
-                )
-            uniform = f"uniform (1 of {stats.experts})"
-            panel.axhline(100 * stats.uniform, color="#303030", linestyle="--", linewidth=1, label=uniform)
-            panel.set_ylim(0, 100)
-            panel.set_ylabel("tokens, % by first choice")
-            panel.spines[["top", "right"]].set_visible(False)
-            title = f"layers {layer_range(trace, number)}" if len(parts) > 1 else ""
-            if number == 0:
-                left_out = " of messages" if stats.template_tokens and not stats.template_counted else ""
-                title = f"Where {stats.tokens:,} tokens{left_out} go\n{title}".rstrip()
-            panel.set_title(title, fontsize="medium", loc="left")
-        names = [f"{_plain(part.name or 'all text')}\n{part.tokens:,} tokens" for part in parts[0]]
-        panels[-1].set_xticks(range(len(names)), names)
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize="small")
+        if view == "histogram":
+            figure = _histogram(trace, stats)
+        else:
+            from molora_cli.views import figure_maps
+
+            draw = figure_maps.heatmap if view == "heatmap" else figure_maps.position
+            figure = draw(trace, stats)
         buffer = io.BytesIO()
         # a name in a script that the font lacks is drawn as boxes (in an SVG it stays text): no news
         with warnings.catch_warnings():
@@ -167,6 +146,64 @@ def _histogram(trace: Trace, stats: Stats, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def _plain(text: str) -> str:
+def _histogram(trace: Trace, stats: Stats) -> Any:
+    """Grouped bars: one group per domain, one bar per adapter and the base, one panel per group of layers."""
+    from matplotlib.figure import Figure
+
+    columns = drawn_columns(stats)
+    chosen = chosen_groups(len(stats.groups))
+    parts = [stats.groups[g].domains or [stats.groups[g].total] for g in chosen]
+    bars = len(parts[0]) * (len(columns) + 1)
+    size = (min(24.0, max(5.0, 1.6 + 0.28 * bars)), 0.9 + 2.7 * len(parts))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(parts), 1, squeeze=False, sharex=True)[:, 0]
+    for row, (panel, domains) in enumerate(zip(panels, parts, strict=True)):
+        for place, index in enumerate(columns):
+            x = [d + (place - (len(columns) - 1) / 2) * 0.8 / len(columns) for d in range(len(domains))]
+            panel.bar(
+                x, [100 * part.share[index] for part in domains], 0.8 / len(columns), **look(stats, index)
+            )
+        uniform = f"uniform (1 of {stats.experts})"
+        panel.axhline(100 * stats.uniform, color="#303030", linestyle="--", linewidth=1, label=uniform)
+        panel.set_ylim(0, 100)
+        panel.set_ylabel("tokens, % by first choice")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_title(
+            panel_title(trace, stats, chosen[row], "go", first=row == 0), fontsize="medium", loc="left"
+        )
+    names = [f"{plain(part.name or 'all text')}\n{part.tokens:,} tokens" for part in parts[0]]
+    panels[-1].set_xticks(range(len(names)), names)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize="small")
+    return figure
+
+
+def drawn_columns(stats: Stats) -> list[int]:
+    """Indices of the adapters, and of the base where it can be taken."""
+    return [*range(len(stats.names) - 1), *([BASE] if stats.knows_base else [])]
+
+
+def look(stats: Stats, index: int) -> dict[str, Any]:
+    """Colour, hatch, edge and label of an adapter's bar, or of the base's (-1)."""
+    turn, hue = divmod(index, len(HUES)) if index != BASE else (0, 0)
+    return {
+        "color": GREY if index == BASE else HUES[hue],
+        "edgecolor": "#303030",
+        "linewidth": 0.4,
+        "hatch": _HATCHES[turn % len(_HATCHES)],
+        "label": plain(stats.names[index]),
+    }
+
+
+def panel_title(trace: Trace, stats: Stats, group: int, verb: str, *, first: bool) -> str:
+    """Title of a panel: its layers where there are several, and over the first what all are made of."""
+    layers = f"layers {layer_range(trace, group)}" if len(stats.groups) > 1 else ""
+    if not first:
+        return layers
+    left_out = " of messages" if stats.template_tokens and not stats.template_counted else ""
+    return f"Where {stats.tokens:,} tokens{left_out} {verb}\n{layers}".rstrip()
+
+
+def plain(text: str) -> str:
     """A name as matplotlib shows it literally: no control characters, no formulas between dollar signs."""
     return printable(text).replace("$", r"\$")

@@ -8,7 +8,7 @@ from rich.text import Text
 from molora_cli.core.stats import Part, Stats
 from molora_cli.core.trace import Trace
 from molora_cli.text import printable
-from molora_cli.views.coloured import layer_range
+from molora_cli.views.coloured import chosen_groups, layer_range, skipped_note
 from molora_cli.views.palette import BASE, Palette
 
 _NAME_CELLS = 20
@@ -42,7 +42,9 @@ class Histogram:
         note = template_note(self.stats)
         if note:
             yield Text(note, style="dim")
-        for number, group in enumerate(self.stats.groups):
+        chosen = chosen_groups(len(self.stats.groups))
+        for number in chosen:
+            group = self.stats.groups[number]
             if len(self.stats.groups) > 1:
                 yield Text(
                     f"layers {layer_range(self.trace, number)}", style="bold" if palette.colours else ""
@@ -50,6 +52,8 @@ class Histogram:
             parts = group.domains if len(group.domains) == 1 else [*group.domains, group.total]
             for part in parts:
                 yield from self._block(part, palette, width, line)
+        if note := skipped_note(len(self.stats.groups), chosen):
+            yield Text(note, style="dim")
 
     def _block(self, part: Part, palette: Palette, width: int, line: str) -> list[Text]:
         name = "all text" if part.name is None else printable(part.name)

@@ -27,7 +27,7 @@ MARK = "·"
 HUES = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0e442", "#d55e00", "#0072b2")
 _NAMED = ("yellow", "cyan", "green", "magenta", "white", "red", "blue")
 _PAPER = (0xF4, 0xF4, 0xF4)
-_LEVELS = 4
+LEVELS = 4
 
 
 def rgb(hue: str) -> tuple[int, int, int]:
@@ -41,11 +41,12 @@ def _luminance(colour: tuple[int, int, int]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def tint(hue: str, strength: float) -> str:
-    """`hue` mixed with light grey: strength 1 is the hue, 0 a third of it; in steps, so few colours occur."""
-    step = round(min(1.0, max(0.0, strength)) * _LEVELS) / _LEVELS
+def tint(hue: str, strength: float, paper: tuple[int, int, int] = _PAPER) -> str:
+    """`hue` mixed with light grey, or another `paper`: strength 1 is the hue, 0 a third of it; in steps, so
+    few colours occur."""
+    step = round(min(1.0, max(0.0, strength)) * LEVELS) / LEVELS
     weight = (1 + 2 * step) / 3
-    mixed = [round(weight * h + (1 - weight) * p) for h, p in zip(rgb(hue), _PAPER, strict=True)]
+    mixed = [round(weight * h + (1 - weight) * p) for h, p in zip(rgb(hue), paper, strict=True)]
     return "#{:02x}{:02x}{:02x}".format(*mixed)
 
 
@@ -111,7 +112,7 @@ class Palette:
 
     def style(self, index: int, strength: float = 1.0) -> Style:
         """Style of adapter `index` (-1 = base); strength in [0, 1], say its gate, pales the tint."""
-        return _style(index, round(strength * _LEVELS) / _LEVELS, self._system)
+        return _style(index, round(strength * LEVELS) / LEVELS, self._system)
 
     def token(self, text: str, index: int, strength: float = 1.0, previous: int | None = None) -> Text:
         """One token's text, made safe, in its adapter's style.

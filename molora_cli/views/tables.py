@@ -14,7 +14,7 @@ from rich.text import Text
 from molora_cli.core.stats import Part, Spread, Stats
 from molora_cli.core.trace import Trace
 from molora_cli.text import printable, shorten
-from molora_cli.views.coloured import layer_range
+from molora_cli.views.coloured import chosen_groups, layer_range
 from molora_cli.views.palette import BASE, Palette
 
 Cell = str | Text
@@ -204,7 +204,8 @@ class StatsView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         palette = Palette(self.trace.adapters, console)
-        for number, group in enumerate(self.stats.groups):
+        for number in chosen_groups(len(self.stats.groups)):
+            group = self.stats.groups[number]
             if len(self.stats.groups) > 1:
                 yield Text(f"layers {layer_range(self.trace, number)}", style="bold")
             parts = group.domains if len(group.domains) == 1 else [*group.domains, group.total]
