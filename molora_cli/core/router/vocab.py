@@ -23,7 +23,10 @@ from molora_cli.errors import InputError
 from molora_cli.text import printable, shorten
 
 NOBODY = -1
-_RULES = "ids:1,2,5-9  range:1000-1999  token:TEXT  regex:PATTERN  class:special|digit|space|text|image|video|audio"
+_RULES = (
+    "ids:1,2,5-9  range:1000-1999  token:TEXT  regex:PATTERN  "
+    "class:special|digit|space|text|image|video|audio"
+)
 _CLASSES: dict[str, Callable[[str], bool]] = {
     "digit": lambda text: text.strip().isdigit(),
     "space": lambda text: text != "" and text.isspace(),
