@@ -107,14 +107,15 @@ class ArrowStage(LiveStage):
         self._base = _position(spec.experts)
 
     def score_module(self, path: str, x: Tensor) -> Scores:
-        """|x V^T| in float64, (B, T, 1, E); -inf for an adapter without this module."""
+        """Log-softmax of |x V^T| in float64, (B, T, 1, E); -inf for an adapter without this module."""
         if path not in self.prototypes or self.prototypes[path].shape[1] != x.shape[-1]:
             raise InputError(f"the arrow router knows no prototype that fits module {path}", _AGAIN)
         found = (x.double() @ self.prototypes[path].double().T).abs()
         absent = self._absent[path].clone()
         if self._base is not None:
             absent[self._base] = False
-        return Scores(found.masked_fill(absent, -torch.inf).unsqueeze(2))
+        # the softmax over the k best comes out the same; a trace shows log-probabilities
+        return Scores(found.masked_fill(absent, -torch.inf).log_softmax(-1).unsqueeze(2))
 
 
 def _position(experts: Sequence[str]) -> int | None:
