@@ -156,6 +156,56 @@ def test_figures(run: Run, bundle: Path, tmp_path: Path) -> None:
         run(bundle, "--figure", tmp_path / "g.png")
 
 
+def test_reports_and_a_second_router(run: Run, bundle: Path, tmp_path: Path) -> None:
+    import shutil
+
+    other = tmp_path / "other"
+    shutil.copytree(bundle, other)
+    rules = ["--rule", "math=token:x", "--rule", "math=regex:^[0-9]$", "--rest", "base"]
+    result = CliRunner().invoke(app, ["attach-router", str(other), "--kind", "vocab", *rules, "--force"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    page, trace = tmp_path / "r.html", tmp_path / "t.trace"
+    texts = ["--prompt", "xx1", "--prompt", "y<b>日"]
+    arguments = [*texts, "--report", page, "--compare", other, "--save-trace", trace, "--json"]
+    document = json.loads(run(bundle, *arguments))
+    # x, x, y, < and so on agree; the digit goes to code here and to math there
+    assert document["compared_with"] == str(other)
+    assert document["agreement"]["tokens"] - document["agreement"]["agreed"] == 1
+    assert document["agreement"]["matrix"][1] == [1, 0, 0]
+    text = page.read_text(encoding="utf-8")
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    assert [side["name"] for side in data["sides"]] == ["bundle", "other"]
+    assert data["sides"][0]["adapters"][0]["name"] == "math" and data["compare"]["same_text"]
+    assert "<b>" not in text.partition("<body>")[2].replace("<body>", "")
+    # the same from the saved trace, which finds its bundle again; a place that is taken is refused first
+    with pytest.raises(InputError, match="exists"):
+        run(trace, "--report", page)
+    run(trace, "--report", page, "--compare", other, "--force")
+    again = page.read_text(encoding="utf-8")
+    assert again.replace('"name":"t.trace"', '"name":"bundle"') == text
+    shown = run(trace, "--view", "histogram", "--compare", trace)
+    assert "100.0 % of" in shown and "switches" not in shown
+    with pytest.raises(InputError, match="neither a bundle nor a trace"):
+        run(trace, "--compare", bundle / "adapters" / "math")
+    with pytest.raises(InputError, match="HTML page"):
+        run(trace, "--report", tmp_path / "r.pdf")
+
+
+def test_another_base_has_other_tokens(run: Run, bundle: Path, tmp_path: Path) -> None:
+    from molora_cli.core.trace_files import save_trace
+
+    run(bundle, "--prompt", "xx1", "--save-trace", tmp_path / "t.trace")
+    trace = load_trace(tmp_path / "t.trace")
+    trace.token_ids = trace.token_ids + 5000
+    save_trace(tmp_path / "big.trace", trace)
+    with pytest.raises(InputError, match="has 320 tokens"):
+        run(tmp_path / "big.trace", "--compare", bundle)
+    trace.meta["base"] = "org/another"
+    save_trace(tmp_path / "foreign.trace", trace)
+    with pytest.raises(InputError, match="was made with org/another"):
+        run(tmp_path / "foreign.trace", "--compare", bundle)
+
+
 def test_chats_go_through_the_template(run: Run, bundle: Path, tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "x1"}, {"role": "assistant", "content": "1"}], "label": "q"}
