@@ -10,7 +10,7 @@ DATA := $(foreach d,$(DOMAINS),--data $(d)=recipes/demo/data/$(d).jsonl)
 
 LLAMA ?= .venv-llama
 
-.PHONY: setup demo lint test test-slow test-llama docs picture clean
+.PHONY: setup demo lint test test-slow test-llama test-browser docs picture pictures clean
 
 setup: $(VENV)/.ready
 
@@ -53,6 +53,15 @@ docs: setup
 picture:
 	$(BIN)/molora inspect $(BUNDLE) --data conversation=docs/images/conversation.jsonl --view tokens \
 	    --figure docs/images/routing.svg --force --no-tokens
+
+# every view, in every form, into build/pictures: to be looked at
+pictures:
+	PYTHONSAFEPATH=1 $(BIN)/python docs/images/make.py $(BUNDLE) --update
+
+# the HTML report in a headless Chromium (Debian: chromium, chromium-driver)
+test-browser: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[browser]'
+	PYTHONSAFEPATH=1 $(BIN)/pytest -q -s tests/test_report_browser.py
 
 clean:
 	rm -rf $(VENV) $(LLAMA) $(BUNDLE) build .pytest_cache .mypy_cache .ruff_cache

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from molora_cli.core.stats import PSEUDO, summarise
+from molora_cli.core.stats import BINS, PSEUDO, summarise
 from molora_cli.core.trace import Trace
 
 
@@ -61,6 +61,10 @@ def test_entropy_and_margin() -> None:
     assert total.entropy.mean == pytest.approx(0.75, abs=1e-6)
     assert total.margin.mean == pytest.approx((0.25 + 1) / 2, abs=1e-6)
     assert total.margin.p50 == pytest.approx(0.625, abs=1e-6)
+    # one token has 1.5 bits of log2 3 and margin 0.25, the other 0 bits and margin 1
+    assert total.entropy.limit == pytest.approx(math.log2(3)) and sum(total.entropy.bins) == 2
+    assert total.entropy.bins[0] == 1 and total.entropy.bins[int(1.5 / math.log2(3) * BINS)] == 1
+    assert total.margin.bins[BINS // 4] == 1 and total.margin.bins[-1] == 1 and len(total.margin.bins) == BINS
     uniform = _trace([0], scores=np.log(np.full((1, 1, 2), 0.5, np.float32)), experts=("a", "b"))
     entropy = summarise(uniform).groups[0].total.entropy
     assert entropy is not None and entropy.mean == pytest.approx(1.0)

@@ -28,7 +28,10 @@ HERE = Path(__file__).parent
 TEXT = f"conversation={HERE / 'conversation.jsonl'}"
 VIEWS = ("tokens", "histogram", "heatmap", "position")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-PAGES = {"light": (1, 1280, 3400), "dark": (0, 1280, 3400), "phone": (1, 500, 3400)}  # scheme, width, height
+# Chromium's number of the colour scheme, width, height; "top" is what the documentation shows
+PAGES = {
+    "light": (1, 1280, 3400), "dark": (0, 1280, 3400), "phone": (1, 500, 3400), "top": (1, 1180, 1010),
+}  # fmt: skip
 
 
 def molora(*arguments: object, **environment: str) -> str:
@@ -114,7 +117,7 @@ def main() -> int:
         draw_page(traces["router"], "compared", out, "--compare", traces["layers"])
     if given.update:
         shutil.copy(out / "figure-router-tokens.svg", HERE / "routing.svg")
-        shutil.copy(out / "report-router-light.png", HERE / "report.png")
+        shutil.copy(out / "report-router-top.png", HERE / "report.png")
     sys.stdout.write(f"{len(list(out.iterdir()))} files in {out}\n")
     return 0
 

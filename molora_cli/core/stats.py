@@ -156,6 +156,7 @@ def summarise(trace: Trace, *, top: int = 10, template: bool = False) -> Stats:
     of_token = np.repeat(of_document, lengths) if trace.domains else np.zeros(len(trace), dtype=np.int64)
     document = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(trace)) - np.repeat(trace.starts, lengths)
+    occurring = _Ids(trace)
     groups = []
     for number in range(trace.groups):
         split = _Split(trace, number, columns)
@@ -172,7 +173,7 @@ def summarise(trace: Trace, *, top: int = 10, template: bool = False) -> Stats:
                 layers=(int(ranges[number][0]), int(ranges[number][1])) if number < len(ranges) else None,
                 total=total,
                 domains=domains,
-                top_tokens=_top_tokens(trace, split, total.share, top),
+                top_tokens=_top_tokens(trace, occurring, split, total.share, top),
                 dead=[
                     n for n, m, s in zip(trace.adapters, total.mass, total.share, strict=False) if m == 0 == s
                 ]
@@ -210,12 +211,20 @@ class _Split:
         self.weight = best / best.sum(axis=1, keepdims=True)
         first, _ = trace.first(group)
         self.first = np.where(first < 0, columns - 1, first).astype(np.int64)
+        self.scored = _entropy_and_margin(trace, group)
 
     def shares(self, rows: NDArray[np.bool_]) -> list[float]:
         return self._mean(rows, self.weight)
 
     def masses(self, rows: NDArray[np.bool_]) -> list[float]:
         return self._mean(rows, self.gates)
+
+    def spreads(self, rows: NDArray[np.bool_]) -> tuple[Spread | None, Spread | None]:
+        """Of entropy and of margin."""
+        if self.scored is None or not rows.any():
+            return None, None
+        entropy, margin = self.scored
+        return _spread(entropy[rows], float(np.log2(len(self.trace.experts)))), _spread(margin[rows], 1.0)
 
     def _mean(self, rows: NDArray[np.bool_], weights: Array) -> list[float]:
         sums = np.bincount(self.column[rows].ravel(), weights[rows].ravel(), self.columns)
@@ -229,7 +238,7 @@ def _part(
     pairs = inside & rows[1:]
     changed = pairs & (split.first[1:] != split.first[:-1])
     neighbours = int(pairs.sum())
-    entropy, margin = _entropy_and_margin(split.trace, split.group, rows)
+    entropy, margin = split.spreads(rows)
     return Part(
         name=name,
         documents=documents,
@@ -243,20 +252,18 @@ def _part(
     )
 
 
-def _entropy_and_margin(
-    trace: Trace, group: int, rows: NDArray[np.bool_]
-) -> tuple[Spread | None, Spread | None]:
-    if trace.scores is None or not rows.any() or len(trace.experts) < 2:
-        return None, None
-    picked = np.flatnonzero(rows)
-    entropy, margin = np.empty(len(picked)), np.empty(len(picked))
-    for start in range(0, len(picked), _BLOCK):
+def _entropy_and_margin(trace: Trace, group: int) -> tuple[Array, Array] | None:
+    """Entropy in bits and margin of every token, (N,) each; None where nothing was scored against another."""
+    if trace.scores is None or len(trace.experts) < 2:
+        return None
+    entropy, margin = np.empty(len(trace)), np.empty(len(trace))
+    for start in range(0, len(trace), _BLOCK):
         block = slice(start, start + _BLOCK)
-        p = np.exp(trace.scores[picked[block], group].astype(np.float64))
+        p = np.exp(trace.scores[block, group].astype(np.float64))
         entropy[block] = -(p * np.log2(p, where=p > 0, out=np.zeros_like(p))).sum(axis=1)
         two = np.partition(p, -2, axis=1)[:, -2:]
         margin[block] = two[:, 1] - two[:, 0]
-    return _spread(entropy, float(np.log2(len(trace.experts)))), _spread(margin, 1.0)
+    return entropy, margin
 
 
 def _spread(values: Array, limit: float) -> Spread:
@@ -274,13 +281,24 @@ def _transitions(first: NDArray[np.int64], inside: NDArray[np.bool_], columns: i
     return matrix
 
 
-def _top_tokens(trace: Trace, split: _Split, share: list[float], top: int) -> list[list[TopToken]]:
-    ids, inverse = np.unique(trace.token_ids, return_inverse=True)
-    count = np.bincount(inverse, minlength=len(ids))
+class _Ids:
+    """The V token ids that occur, rising; every token's place among them, (N,); how often each occurs."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.ids, self.place = np.unique(trace.token_ids, return_inverse=True)
+        self.count = np.bincount(self.place, minlength=len(self.ids))
+
+
+def _top_tokens(
+    trace: Trace, occurring: _Ids, split: _Split, share: list[float], top: int
+) -> list[list[TopToken]]:
+    ids, count = occurring.ids, occurring.count
+    cells = occurring.place[:, None] * split.columns + split.column
+    sums = np.bincount(cells.ravel(), split.weight.ravel(), len(ids) * split.columns)
+    of_expert = sums.reshape(len(ids), split.columns)
     listed: list[list[TopToken]] = []
     for column in range(split.columns):
-        weight = np.where(split.column == column, split.weight, 0.0).sum(axis=1)
-        taken = np.bincount(inverse, weight, minlength=len(ids))
+        taken = of_expert[:, column]
         if share[column] <= 0 or top <= 0:
             listed.append([])
             continue

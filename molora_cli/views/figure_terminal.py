@@ -10,10 +10,13 @@ from rich.console import Console, RenderableType
 from rich.segment import Segment
 from rich.style import Style
 
+from molora_cli.views.palette import rgb
+
 _FONT = 10.0  # points; matplotlib's DejaVu Sans Mono is 0.602 em wide
 _CELL = 0.602 * _FONT / 72  # inches
 _LINE = 1.35 * _FONT / 72
-_INK, _PAPER, _DIM = "#202020", "#ffffff", "#6b6b6b"
+_INK, _PAPER = "#202020", "#ffffff"
+_DIM = 0.6  # of the ink that dim text keeps
 _MOST = 2000  # lines; more would be no picture
 
 
@@ -87,8 +90,9 @@ def _pieces(line: list[Segment]) -> list[Segment]:
 def _look(style: Style | None) -> tuple[str, str | None, Style]:
     """(ink, paper or None, style) of a segment."""
     style = style or Style.null()
-    ink = _DIM if style.dim else _INK
-    if style.color and style.color.triplet:
-        ink = style.color.triplet.hex
+    ink = style.color.triplet.hex if style.color and style.color.triplet else _INK
     paper = style.bgcolor.triplet.hex if style.bgcolor and style.bgcolor.triplet else None
+    if style.dim:
+        pairs = zip(rgb(ink), rgb(paper or _PAPER), strict=True)
+        ink = "#{:02x}{:02x}{:02x}".format(*(round(_DIM * i + (1 - _DIM) * p) for i, p in pairs))
     return ink, paper, style
