@@ -46,7 +46,7 @@ class TextView {
     }
     this.previous = button('Previous', () => this.turn(this.number - 1));
     this.next = button('Next', () => this.turn(this.number + 1));
-    const field = el('input', { type: 'search', id: id('find'), autocomplete: 'off' });
+    const field = el('input', { type: 'search', id: id('find') });
     field.addEventListener('keydown', (event) => {
       if (event.key === 'Enter') this.find(field.value);
     });
@@ -127,12 +127,17 @@ class TextView {
     if (this.peer && this.differs(i)) kind += ' differs';
     const node = document.createElement('span');
     node.className = kind;
-    node.textContent = words;
     node.tabIndex = -1;
     node.setAttribute('role', 'option');
     node.dataset.i = i;
-    // the letter that print and forced colours show where the adapter changes
-    if (first && first.column !== previous) node.dataset.letter = side.letters[first.column];
+    if (first && first.column !== previous) {
+      // where the adapter changes: the letter that print and forced colours show, after blanks as in a terminal
+      const body = words.trimStart();
+      node.append(words.slice(0, words.length - body.length),
+        el('span', { class: 'letter', 'data-letter': side.letters[first.column] }), body);
+    } else {
+      node.textContent = words;
+    }
     this.tokens.push(node);
     return node;
   }
@@ -143,11 +148,12 @@ class TextView {
   }
 
   look(target, pin) {
-    const i = target.dataset ? target.dataset.i : undefined;
-    if (i === undefined || (this.detail.pinned && !pin)) return;
+    const token = target.closest('[data-i]');
+    if (!token || (this.detail.pinned && !pin)) return;
+    const i = Number(token.dataset.i);
     const views = this.peer ? [this, this.peer].sort((a, b) => a.side.index - b.side.index) : [this];
-    this.detail.show(views.map((view) => [view.side, Number(i)]), pin);
-    for (const view of views) view.mark(Number(i), pin);
+    this.detail.show(views.map((view) => [view.side, i]), pin);
+    for (const view of views) view.mark(i, pin);
   }
 
   mark(i, pin) {
