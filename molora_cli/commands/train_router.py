@@ -28,6 +28,7 @@ EPILOG = """\b
 Examples:
   molora train-router my-bundle --data math=math.jsonl --data code=code.jsonl
   molora train-router my-bundle --data labelled.jsonl --steps 300 --metrics metrics.jsonl --force
+  molora train-router my-bundle --data labelled.jsonl --kind context+taps --loss lm --force
 """
 
 
@@ -54,6 +55,15 @@ def command(
     head: Annotated[
         Word, typer.Option(help="taps, layer, hidden: mlp (the default), or lda: closed form, few rows.")
     ] = None,
+    loss: Annotated[
+        Word,
+        typer.Option(
+            help="taps, layer, context+taps: labels (the default), or lm: then tuned through the base's loss."
+        ),
+    ] = None,
+    lm_steps: Annotated[Whole, typer.Option(help="--loss lm: steps of tuning at most (70).")] = None,
+    balance: Annotated[Number, typer.Option(help="--loss lm: weight of the balance loss (0).")] = None,
+    z_loss: Annotated[Number, typer.Option(help="--loss lm: weight of the z-loss (0).")] = None,
     steps: Annotated[Whole, typer.Option(help="Training steps at most (500).")] = None,
     seed: Annotated[Whole, typer.Option(help="Seed (0); the same one gives the same router.")] = None,
     top_k: Annotated[Whole, typer.Option("--top-k", help="Adapters per token (1).")] = None,
@@ -75,25 +85,40 @@ def command(
     """Train the bundle's router on rows of each adapter's domain: chats ("messages") or plain text ("text").
 
     A context router takes seconds and no forward of the base; kinds that read hidden states run the base
-    over some of the rows first. Rows are also mixed with one another, so that the router learns where a text
-    changes its subject. Ctrl-C keeps a checkpoint; --resume goes on from it.
+    over some of the rows first. --loss lm goes on from there, or from the bundle's router of that kind: it
+    tunes the heads so that the routed model predicts the answers well. Rows are also mixed with one another,
+    so that the router learns where a text changes its subject. Ctrl-C keeps a checkpoint; --resume goes on
+    from it.
     """
     from molora_cli.core.bundle.store import Bundle, default_bundle
     from molora_cli.core.training.live_job import LiveSettings
+    from molora_cli.core.training.lm_loop import LmSettings
     from molora_cli.core.training.router_job import Job, train_router
     from molora_cli.core.training.router_rows import RouterSettings
 
     out = Out(json_mode=json, quiet=quiet)
     written = load_recipe(recipe, "train-router") if recipe is not None else {}
-    plain = RouterSettings()
+    plain, tuning = RouterSettings(), LmSettings()
     names = ("steps", "seed", "top_k", "val_share", "rows", "mixes", "max_length")
     given = dict(zip(names, (steps, seed, top_k, val_share, rows, mixes, max_length), strict=True))
     chosen = merge(
-        {**given, "kind": kind, "taps": options.parse_layers(taps), "head": head},
+        {
+            **{**given, "kind": kind, "taps": options.parse_layers(taps), "head": head, "loss": loss},
+            **{"lm_steps": lm_steps, "balance": balance, "z_loss": z_loss},
+        },
         written,
-        {**{n: getattr(plain, n) for n in names}, "kind": "context", "taps": None, "head": "mlp"},
+        {
+            **{**{n: getattr(plain, n) for n in names}, "kind": "context", "taps": None, "head": "mlp"},
+            **{"loss": "labels", "lm_steps": tuning.steps, "balance": tuning.balance, "z_loss": tuning.z},
+        },
     )
     values = {name: setting.value for name, setting in chosen.items()}
+    tuning = LmSettings(
+        steps=values.pop("lm_steps"),
+        balance=values.pop("balance"),
+        z=values.pop("z_loss"),
+        seed=values["seed"],
+    )
     live = LiveSettings(taps=values.pop("taps"), head=values.pop("head"))
     listed = written.get("data") or []
     specs = data or ([f"{n}={p}" for n, p in listed.items()] if isinstance(listed, dict) else listed)
@@ -101,6 +126,8 @@ def command(
     job = Job(
         data=specs,
         kind=values.pop("kind"),
+        loss=values.pop("loss"),
+        lm=tuning,
         settings=RouterSettings(**values),
         live=live,
         work=work_dir,

@@ -27,6 +27,16 @@ from molora_cli.core.training.live_job import (
     measured_rows,
     train_live,
 )
+from molora_cli.core.training.lm_job import (
+    LABELS,
+    LM,
+    LM_MIXES,
+    LM_ROWS,
+    check_loss,
+    find_start,
+    tune_router,
+)
+from molora_cli.core.training.lm_loop import LM_CHECKPOINT, LmSettings
 from molora_cli.core.training.metrics import Measured, data_warnings, measure, result_warnings
 from molora_cli.core.training.router_loop import CHECKPOINT, Trained, train_context
 from molora_cli.core.training.router_rows import RouterRows, RouterSettings, prepare
@@ -46,12 +56,15 @@ _SHOWN_CONFLICTS = 3
 @dataclass
 class Job:
     """What the command line asks for. work: folder of the checkpoint, beside the bundle where None; again:
-    the command that resumes; metrics: JSON Lines file."""
+    the command that resumes; metrics: JSON Lines file. loss: "labels", or "lm": heads that labels have
+    trained are tuned through the base's loss, as `lm` says."""
 
     data: Sequence[str]
     settings: RouterSettings = field(default_factory=RouterSettings)
     live: LiveSettings = field(default_factory=LiveSettings)
     kind: str = "context"
+    loss: str = LABELS
+    lm: LmSettings = field(default_factory=LmSettings)
     work: Path | None = None
     resume: bool = False
     force: bool = False
@@ -115,6 +128,7 @@ def train_router(
     document = {
         "bundle": str(bundle.path),
         "kind": job.kind,
+        "loss": job.loss,
         "experts": list(rows.experts),
         "k": job.settings.top_k,
         "steps": trained.steps,
@@ -123,6 +137,7 @@ def train_router(
         "seconds": round(trained.seconds, 2),
         "documents": rows.documents,
         **measured.document(),
+        **({"lm": trained.spec.training["lm"]} if job.loss == LM else {}),
         "warnings": warnings + found,
         "notes": rows.notes,
     }
@@ -133,7 +148,10 @@ def _row_settings(job: Job) -> RouterSettings:
     """Rows cost a forward each where hidden states are read: no more are prepared than are used."""
     if job.kind not in LIVE_KINDS or job.kind == CONTEXT_TAPS:
         return job.settings
-    wanted, mixes = round(job.live.rows / (1 - job.settings.val_share)) + 1, job.live.mixes
+    count, mixes = job.live.rows, job.live.mixes
+    if job.loss == LM:
+        count, mixes = max(count, LM_ROWS), max(mixes, LM_MIXES)
+    wanted = round(count / (1 - job.settings.val_share)) + 1
     return replace(job.settings, rows=min(job.settings.rows, wanted), mixes=min(job.settings.mixes, mixes))
 
 
@@ -150,8 +168,10 @@ def _trained(
     began = time.monotonic()
     embedding = read_embedding(bundle.base_path)
     around = Surroundings(n_layers=1, embedding=embedding)
-    context = None
-    if job.kind in ("context", CONTEXT_TAPS):
+    context, start = None, None
+    if job.loss == LM:
+        start = find_start(bundle, job.kind, rows, job.lm, work, job.resume)
+    if job.kind in ("context", CONTEXT_TAPS) and start is None:
         context = train_context(
             rows,
             embedding,
@@ -174,10 +194,27 @@ def _trained(
         return made, measure(SequenceStage(spec, own, around), rows)
     model = attached_model(bundle, tokenizer)
     known = None if context is None else (context.spec, context.tensors)
-    found, tensors = train_live(job.kind, model, rows, job.settings, job.live, context=known, ticker=ticker)
-    made = _as_trained(rows, found, tensors, began, context)
-    made.spec.training["live"] = asdict(job.live)
-    return made, measure(live_score(model, found, tensors), measured_rows(rows))
+    resume = job.resume and start is not None
+    if start is None:
+        start = train_live(job.kind, model, rows, job.settings, job.live, context=known, ticker=ticker)
+        start[0].training["live"] = asdict(job.live)
+    made = _as_trained(rows, *start, began, context)
+    if job.loss == LM:
+        (made.spec, made.tensors), tuned = tune_router(
+            job.kind,
+            model,
+            rows,
+            start,
+            job.lm,
+            work=work,
+            resume=resume,
+            again=job.again,
+            ticker=ticker,
+            record=record,
+        )
+        made.steps, made.best_step, made.stopped_early = tuned.steps, tuned.best_step, tuned.stopped_early
+        made.seconds = time.monotonic() - began
+    return made, measure(live_score(model, made.spec, made.tensors), measured_rows(rows))
 
 
 def _as_trained(
@@ -202,6 +239,7 @@ def _check(bundle: Bundle, job: Job) -> None:
             f"train-router trains no router of kind '{shorten(job.kind, 40)}'",
             f"--kind {', '.join(KINDS)}; without training: molora attach-router BUNDLE --kind ...",
         )
+    check_loss(job.loss, job.kind, job.live.head, job.lm)
     if not job.data:
         raise InputError("no training rows were given", "give --data NAME=FILE once for each adapter")
     if bundle.manifest.routing is not None and not job.force:
@@ -262,6 +300,7 @@ def _recorder(job: Job, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
 
 def _remove(work: Path) -> None:
     """The folder of a run that is done; what somebody else put there stays."""
-    (work / CHECKPOINT).unlink(missing_ok=True)
+    for name in (CHECKPOINT, LM_CHECKPOINT):
+        (work / name).unlink(missing_ok=True)
     if work.is_dir() and not any(work.iterdir()):
         work.rmdir()

@@ -110,7 +110,7 @@ def _held_out(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -120,7 +120,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _stop_flag() -> Iterator[Callable[[], bool]]:
+def stop_flag() -> Iterator[Callable[[], bool]]:
     """Turns the first Ctrl-C into a flag that the loop reads between steps; the second one stops at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -139,7 +139,7 @@ def _stop_flag() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _save_checkpoint(path: Path, content: dict[str, Any]) -> None:
+def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.tmp")
     torch.save(content, beside)
@@ -148,7 +148,7 @@ def _save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     beside.replace(path)
 
 
-def _load_checkpoint(path: Path, key: str) -> dict[str, Any]:
+def load_checkpoint(path: Path, key: str) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(
             f"there is nothing to resume: {path} does not exist", "run the command without --resume"
@@ -186,7 +186,7 @@ def train_context(
     key = f"{rows.digest} {settings.digest()}"
     checkpoint = work / CHECKPOINT if work is not None else None
     batches = _Batches(embedding)
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(settings.seed)
         net = ContextNet(
             embedding.shape[1],
@@ -199,7 +199,7 @@ def train_context(
         optimizer = torch.optim.AdamW(net.parameters(), settings.lr, weight_decay=settings.weight_decay)
         progress: dict[str, Any] = {"step": 0, "best": None, "best_loss": None, "best_step": 0, "bad": 0}
         if resume and checkpoint is not None:
-            saved = _load_checkpoint(checkpoint, key)
+            saved = load_checkpoint(checkpoint, key)
             net.load_state_dict(saved["net"])
             optimizer.load_state_dict(saved["optimizer"])
             torch.set_rng_state(saved["rng"])
@@ -208,15 +208,15 @@ def train_context(
         def keep() -> None:
             if checkpoint is not None:
                 parts = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
-                _save_checkpoint(
+                save_checkpoint(
                     checkpoint, {"key": key, "rng": torch.get_rng_state(), "progress": progress, **parts}
                 )
 
-        with _stop_flag() as stop:
+        with stop_flag() as stop:
             while progress["step"] < settings.steps and progress["bad"] < settings.patience:
                 if stop():
                     keep()
-                    raise _interrupted(progress["step"], settings.steps, checkpoint, again)
+                    raise interrupted(progress["step"], settings.steps, checkpoint, again)
                 loss, accuracy = _step(net, optimizer, batches, rows, settings, progress["step"])
                 progress["step"] += 1
                 ticker(progress["step"], settings.steps, f"loss {loss:.3f}")
@@ -287,7 +287,7 @@ def _line(
     }
 
 
-def _interrupted(step: int, steps: int, checkpoint: Path | None, again: str) -> MoloraError:
+def interrupted(step: int, steps: int, checkpoint: Path | None, again: str) -> MoloraError:
     if checkpoint is None:
         return Interrupted(f"stopped at step {step} of {steps}; nothing was kept", "run the command again")
     return Interrupted(
