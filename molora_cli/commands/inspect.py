@@ -170,7 +170,7 @@ def command(
 
         check_report(report, force=force)
     trace, bundle = _trace(out, what, place, base, data or [], texts, chat, save_trace, force)
-    second = _second(out, compare, trace) if compare else None
+    second = _second(out, compare, trace, base) if compare else None
     show = Show(view, kind, tokens, limit, top, template, figure, report, force)
     _show_trace(out, show, Shown(place, trace, bundle), second)
 
@@ -251,7 +251,7 @@ def _recorded(trace: Trace) -> Bundle | None:
     return bundle if bundle.digest == trace.meta.get("digest") else None
 
 
-def _second(out: Out, place: Path, trace: Trace) -> Shown:
+def _second(out: Out, place: Path, trace: Trace, base: str | None) -> Shown:
     """What a trace is compared with: a trace, or the same tokens through another bundle."""
     from molora_cli.core.agreement import trace_again
     from molora_cli.core.bundle.store import Bundle
@@ -265,7 +265,7 @@ def _second(out: Out, place: Path, trace: Trace) -> Shown:
         return Shown(place, other, _recorded(other))
     if what != "bundle":
         raise InputError(f"{place} is neither a bundle nor a trace", "give one of the two to --compare")
-    bundle = Bundle.open(place)
+    bundle = Bundle.open(place, base)
     with out.progress("routing") as ticker:
         other = trace_again(bundle, trace, ticker=ticker)
     for warning in bundle.warnings:

@@ -20,7 +20,7 @@ would drown short ones. They are left out, as if the messages' content stood alo
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Part:
-    """One domain, or all text together (name None). Lists have A + 1 entries, the base last.
+    """One domain (name None: the texts without one), or all text together (whole, name None).
 
+    Lists have A + 1 entries, the base last.
     neighbours: pairs of adjacent tokens within documents, the sample behind `switch_rate`.
     """
 
@@ -65,6 +66,12 @@ class Part:
     switch_rate: float | None
     entropy: Spread | None
     margin: Spread | None
+    whole: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its name in a view, not made safe to show."""
+        return "all text" if self.whole else "other text" if self.name is None else self.name
 
 
 @dataclass(frozen=True)
@@ -166,7 +173,7 @@ def summarise(trace: Trace, *, top: int = 10, template: bool = False) -> Stats:
         for i, name in enumerate(names):
             if name is not None or len(names) > 1:
                 domains.append(_part(name, int((of_document == i).sum()), of_token == i, inside, split))
-        total = _part(None, len(lengths), whole, inside, split)
+        total = replace(_part(None, len(lengths), whole, inside, split), whole=True)
         bins = np.log2(position + 1).astype(np.int64)
         groups.append(
             Group(

@@ -171,7 +171,7 @@ def _histogram(trace: Trace, stats: Stats) -> Any:
         panel.set_title(
             panel_title(trace, stats, chosen[row], "go", first=row == 0), fontsize="medium", loc="left"
         )
-    names = [f"{plain(part.name or 'all text')}\n{part.tokens:,} tokens" for part in parts[0]]
+    names = [f"{plain(part.label)}\n{part.tokens:,} tokens" for part in parts[0]]
     panels[-1].set_xticks(range(len(names)), names)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize="small")

@@ -23,14 +23,14 @@ def heatmap(trace: Trace, stats: Stats) -> Any:
     columns, groups = drawn_columns(stats), stats.groups
     if len(groups) == 1:
         parts = groups[0].domains if len(groups[0].domains) == 1 else [*groups[0].domains, groups[0].total]
-        panels = [("", [(plain(p.name or "all text"), p) for p in parts])]
+        panels = [("", [(plain(p.label), p) for p in parts])]
     else:
         layers = [layer_range(trace, g) for g in range(len(groups))]
         panels = [("all text", list(zip(layers, [g.total for g in groups], strict=True)))]
         if len(groups[0].domains) > 1:
             for i, domain in enumerate(groups[0].domains):
                 rows = list(zip(layers, [g.domains[i] for g in groups], strict=True))
-                panels.append((plain(domain.name or "other text"), rows))
+                panels.append((plain(domain.label), rows))
     left_out = " of messages" if stats.template_tokens and not stats.template_counted else ""
     title = f"Where {stats.tokens:,} tokens{left_out} go"
     if len(panels) > _PANELS:

@@ -58,7 +58,7 @@ class Heatmap:
         first = groups[0]
         if len(groups) == 1:
             parts = first.domains if len(first.domains) == 1 else [*first.domains, first.total]
-            return [("", [(_name(part), part) for part in parts])]
+            return [("", [(shorten(part.label, _LABEL), part) for part in parts])]
         layers = [layer_range(self.trace, g) for g in range(len(groups))]
         blocks = [(_title(first.total), [(n, g.total) for n, g in zip(layers, groups, strict=True)])]
         if len(first.domains) > 1:
@@ -96,10 +96,6 @@ def _tenth(share: float) -> str:
     return "X" if share >= 0.95 else str(round(10 * share))
 
 
-def _name(part: Part) -> str:
-    return "all text" if part.name is None else shorten(part.name, _LABEL)
-
-
 def _title(part: Part) -> str:
-    name = "all text" if part.name is None else printable(part.name)
+    name = printable(part.label)
     return f"{name}  {part.tokens:,} tokens, {part.documents:,} text{'' if part.documents == 1 else 's'}"

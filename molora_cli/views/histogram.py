@@ -56,7 +56,7 @@ class Histogram:
             yield Text(note, style="dim")
 
     def _block(self, part: Part, palette: Palette, width: int, line: str) -> list[Text]:
-        name = "all text" if part.name is None else printable(part.name)
+        name = printable(part.label)
         count = f"{part.tokens:,} tokens, {part.documents:,} text{'' if part.documents == 1 else 's'}"
         rows = [Text(name, style="bold" if palette.colours else "").append(f"  {count}", style="dim")]
         columns = self._columns(part)

@@ -222,7 +222,7 @@ class StatsView:
 
     def _part(self, part: Part, scored: bool) -> list[Cell]:
         switches = "" if part.switch_rate is None else f"{part.switch_rate:.1f}"
-        row: list[Cell] = [part.name or "all text", f"{part.tokens:,}", switches]
+        row: list[Cell] = [part.label, f"{part.tokens:,}", switches]
         if scored:
             low = f"{part.margin.p10:.2f}" if part.margin else ""
             row += [_mean(part.entropy), _mean(part.margin), low]

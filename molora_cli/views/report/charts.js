@@ -16,7 +16,7 @@ function parts(group) {
   return group.domains.length > 1 ? [...group.domains, group.total] : group.domains.length ? group.domains : [group.total];
 }
 
-const partName = (part) => (part.name === null ? 'all text' : part.name);
+const partName = (part) => (part.whole ? 'all text' : part.name === null ? 'other text' : part.name);
 
 function sharesFigure(side, group) {
   const uniform = side.stats.uniform;
@@ -35,11 +35,12 @@ function heatCell(value, text, title) {
   return el('td', { class: `heat q${Math.round(10 * Math.min(1, value))}`, title }, text);
 }
 
-function heatFigure(side, name) {
+// domain: its number; null for all text
+function heatFigure(side, domain) {
   const columns = side.shown();
-  const part = (group) => group.domains.find((d) => d.name === name) || group.total;
+  const part = (group) => (domain === null ? group.total : group.domains[domain]);
   return table(
-    `Share of tokens by first choice, in %, for ${name === null ? 'all text' : name}: one row per group of layers`,
+    `Share of tokens by first choice, in %, for ${partName(part(side.stats.groups[0]))}: one row per group of layers`,
     ['layers', ...columns.map((c) => side.label(c)), 'switches', 'margin'],
     side.stats.groups.map((group, g) => {
       const p = part(group);

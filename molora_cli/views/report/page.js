@@ -40,10 +40,10 @@ class Figures {
 function heatColumn(side) {
   if (side.groups.length === 1) return [el('p', { class: 'none' }, 'One route holds for all layers.')];
   const box = el('div', {}, heatFigure(side, null));
-  const names = side.stats.groups[0].domains.map((d) => d.name);
+  const names = side.stats.groups[0].domains.map(partName);
   const chooser = names.length < 2 ? null : choice(`heat-${side.index}`, 'Texts of',
-    [['', 'every domain'], ...names.map((name, i) => [String(i), partName({ name })])],
-    (value) => box.replaceChildren(heatFigure(side, value === '' ? null : names[Number(value)])));
+    [['', 'every domain'], ...names.map((name, i) => [String(i), name])],
+    (value) => box.replaceChildren(heatFigure(side, value === '' ? null : Number(value))));
   return [chooser && el('div', { class: 'controls' }, chooser), box];
 }
 
