@@ -32,6 +32,7 @@ if DRY:
 
 import torch
 import torch.nn.functional as F
+from gpu_models import qwen3, smollm2
 from molora_kernels import HotBank, Plan, make_plan
 from molora_kernels.testing import Case, SlotFactors, assert_close, case_plan, make_bank, oracle, random_case
 from molora_kernels.triton_ops import available, linear, tiles
@@ -59,7 +60,7 @@ def main() -> int:
     name = "interpreter" if DRY else torch.cuda.get_device_name()
     rows: list[dict[str, Any]] = []
     failed = [check.__name__ for check in (sorting, numbers, swap_and_replay) if not passes(check)]
-    models = {"smollm2": smollm2, "qwen3": qwen3}
+    models = {"smollm2": lambda: smollm2(DRY), "qwen3": lambda: qwen3(DRY)}
     for label in [options.model] if options.model else list(models):
         with torch.inference_mode():
             engine = Engine(models[label]())
@@ -220,29 +221,6 @@ class Captured:
                 return self.function()
         self.graph.replay()
         return self.out
-
-
-def smollm2() -> Any:
-    from transformers import LlamaConfig
-
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
-    return LlamaConfig(**(sizes | tiny()), max_position_embeddings=8192, tie_word_embeddings=True)
-
-
-def qwen3() -> Any:
-    from transformers import Qwen3Config
-
-    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "head_dim": 128}
-    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936}
-    return Qwen3Config(**(sizes | tiny()), max_position_embeddings=8192, tie_word_embeddings=True)
-
-
-def tiny() -> dict[str, int]:
-    if not DRY:
-        return {}
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
-    return small | {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
 
 
 class Routes:
