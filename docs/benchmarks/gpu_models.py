@@ -21,7 +21,12 @@ def smollm2(small: bool) -> Any:
 def qwen3(small: bool) -> Any:
     from transformers import Qwen3Config
 
-    sizes: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "head_dim": 128}
+    sizes: dict[str, Any] = {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "head_dim": 128,
+    }
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936}
     return Qwen3Config(
         **(sizes | (TINY if small else {})), max_position_embeddings=8192, tie_word_embeddings=True
