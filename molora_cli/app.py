@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from molora_cli._version import __version__
-from molora_cli.commands import (
-    add,
-    attach_router,
-    chat,
-    compose,
-    convert,
-    eval,
-    inspect,
-    remove,
-    run,
-    train_adapter,
-    train_router,
-)
 from molora_cli.errors import MoloraError
 from molora_cli.out import Out
 
+# each is a module of molora_cli.commands, imported when it runs: all of them would double the time of --help
+COMMANDS = {
+    "compose": "Put several LoRA adapters of one base into a bundle.",
+    "attach-router": "Give a bundle a router without training.",
+    "train-router": "Train a bundle's router on rows of each domain.",
+    "inspect": "Show what a file holds, or where the tokens of a text go.",
+    "chat": "Talk to a bundle, tokens coloured by adapter.",
+    "eval": "Measure what a router recovers, against baselines.",
+    "convert": "Write an adapter or a bundle in another format.",
+    "add": "Add adapters to a bundle.",
+    "remove": "Take an adapter out of a bundle.",
+    "train-adapter": "Train LoRA adapters with PEFT.",
+    "run": "Run every step of a recipe.",
+}
+
+
+class Commands(TyperGroup):
+    """The commands by name; one is imported when it is asked for, not when they are listed."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # names that a typing error is near to
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"molora_cli.commands.{cmd_name.replace('-', '_')}")
+        alone = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
+        module.register(alone)
+        command = typer.main.get_command(alone)
+        command.short_help = COMMANDS[cmd_name]
+        return command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
 app = typer.Typer(
+    cls=Commands,
     name="molora",
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help: rich's takes 0.3 s to start, the whole of what --help may take
@@ -34,17 +65,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Several LoRA adapters of one base model in one bundle: every token takes the adapter it needs.",
 )
-compose.register(app)
-attach_router.register(app)
-train_router.register(app)
-inspect.register(app)
-chat.register(app)
-convert.register(app)
-add.register(app)
-remove.register(app)
-train_adapter.register(app)
-eval.register(app)
-run.register(app)
 
 
 def _version(value: bool) -> None:

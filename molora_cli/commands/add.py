@@ -26,7 +26,7 @@ Examples:
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("add", short_help="Add adapters to a bundle.", epilog=EPILOG)(command)
+    app.command("add", epilog=EPILOG)(command)
 
 
 def command(

@@ -45,9 +45,7 @@ DEFAULTS: dict[str, Any] = {
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("attach-router", short_help="Give a bundle a router without training.", epilog=EPILOG)(
-        command
-    )
+    app.command("attach-router", epilog=EPILOG)(command)
 
 
 def command(

@@ -34,7 +34,7 @@ Examples:
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("chat", short_help="Talk to a bundle, tokens coloured by adapter.", epilog=EPILOG)(command)
+    app.command("chat", epilog=EPILOG)(command)
 
 
 def command(

@@ -41,9 +41,7 @@ DEFAULTS: dict[str, Any] = {
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("compose", short_help="Put several LoRA adapters of one base into a bundle.", epilog=EPILOG)(
-        command
-    )
+    app.command("compose", epilog=EPILOG)(command)
 
 
 def command(

@@ -29,9 +29,7 @@ Examples:
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("convert", short_help="Write an adapter or a bundle in another format.", epilog=EPILOG)(
-        command
-    )
+    app.command("convert", epilog=EPILOG)(command)
 
 
 def command(

@@ -31,9 +31,7 @@ Examples:
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command(
-        "eval", short_help="Measure a bundle: what its router recovers, against baselines.", epilog=EPILOG
-    )(command)
+    app.command("eval", epilog=EPILOG)(command)
 
 
 def command(

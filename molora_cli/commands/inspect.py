@@ -67,9 +67,7 @@ class Shown:
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command(
-        "inspect", short_help="Show what a file holds, or where the tokens of a text go.", epilog=EPILOG
-    )(command)
+    app.command("inspect", epilog=EPILOG)(command)
 
 
 def command(

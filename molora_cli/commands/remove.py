@@ -23,7 +23,7 @@ Examples:
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("remove", short_help="Take an adapter out of a bundle.", epilog=EPILOG)(command)
+    app.command("remove", epilog=EPILOG)(command)
 
 
 def command(

@@ -20,32 +20,34 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app, whose other commands it runs."""
+    """Add the command to the app."""
+    app.command("run", epilog=EPILOG)(command)
 
-    def command(
-        recipe: Annotated[Path, typer.Argument(help="YAML recipe; its keys are commands.")],
-        only: Annotated[
-            Optional[list[str]],  # noqa: UP045
-            typer.Option("--only", help="Run this step alone; may be given again."),
-        ] = None,
-        force: options.Force = False,
-        quiet: options.Quiet = False,
-    ) -> None:
-        """Run every step of a recipe, in the order in which they stand there.
 
-        Each step is the command of that name with --recipe; a step that fails ends the run.
-        """
-        out = Out(quiet=quiet)
-        steps = sections(recipe)
-        unknown = [name for name in only or [] if name not in steps]
-        if unknown:
-            raise InputError(f"{recipe} has no step '{unknown[0]}'", f"it has: {', '.join(steps)}")
-        chosen = [name for name in steps if not only or name in only]
-        flags = [*(["--force"] if force else []), *(["--quiet"] if quiet else [])]
-        for number, name in enumerate(chosen, start=1):
-            out.note(f"\n[{number}/{len(chosen)}] molora {name} --recipe {recipe}")
-            # a step without --force writes nothing that could stand in its way
-            able = [f for f in flags if f != "--force" or name != "eval"]
-            app(args=[name, "--recipe", str(recipe), *able], standalone_mode=False)
+def command(
+    ctx: typer.Context,
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe; its keys are commands.")],
+    only: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--only", help="Run this step alone; may be given again."),
+    ] = None,
+    force: options.Force = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Run every step of a recipe, in the order in which they stand there.
 
-    app.command("run", short_help="Run every step of a recipe.", epilog=EPILOG)(command)
+    Each step is the command of that name with --recipe; a step that fails ends the run.
+    """
+    out = Out(quiet=quiet)
+    root = ctx.find_root().command
+    steps = sections(recipe)
+    unknown = [name for name in only or [] if name not in steps]
+    if unknown:
+        raise InputError(f"{recipe} has no step '{unknown[0]}'", f"it has: {', '.join(steps)}")
+    chosen = [name for name in steps if not only or name in only]
+    flags = [*(["--force"] if force else []), *(["--quiet"] if quiet else [])]
+    for number, name in enumerate(chosen, start=1):
+        out.note(f"\n[{number}/{len(chosen)}] molora {name} --recipe {recipe}")
+        # a step without --force writes nothing that could stand in its way
+        able = [f for f in flags if f != "--force" or name != "eval"]
+        root.main(args=[name, "--recipe", str(recipe), *able], standalone_mode=False)

@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("train-adapter", short_help="Train LoRA adapters with PEFT.", epilog=EPILOG)(command)
+    app.command("train-adapter", epilog=EPILOG)(command)
 
 
 def command(

@@ -34,9 +34,7 @@ Examples:
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("train-router", short_help="Train a bundle's router on rows of each domain.", epilog=EPILOG)(
-        command
-    )
+    app.command("train-router", epilog=EPILOG)(command)
 
 
 def command(
