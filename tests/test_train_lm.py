@@ -42,7 +42,7 @@ SETTINGS = RouterSettings(
     steps=10, every=10, batch=6, mixes=24, max_length=96, val_share=0.2, projection=16, hidden=16
 )
 LIVE = LiveSettings(taps=(1, 2), rows=4, mixes=4, heads=HeadSettings(steps=10, batch=64))
-TUNING = LmSettings(steps=12, tokens=200, forward_tokens=128, lr=1e-2, every=4, sharp=0.5)
+TUNING = LmSettings(steps=12, tokens=200, forward_tokens=128, lr=1e-2, every=4, sharp=0.5, held_out=2)
 
 
 def _chats(name: str, count: int = 10) -> list[Example]:

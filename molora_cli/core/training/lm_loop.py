@@ -62,8 +62,8 @@ class LmSettings:
     balance: float = 0.0
     z: float = 0.0
     sharp: float = 0.5
-    held_out: int = 2
-    every: int = 20
+    held_out: int = 3
+    every: int = 25
     patience: int = 3
     seed: int = 0
 
@@ -293,7 +293,8 @@ def tune(
             progress["tokens"] += sum(len(row.ids) for row in batch)
             line: dict[str, Any] = {"step": step + 1, "loss": round(loss, 5), "lr": settings.rate(step)}
             if (step + 1) % settings.every == 0 or step + 1 == settings.steps:
-                line["held_out"] = _rounded(measure())
+                if groups:
+                    line["held_out"] = _rounded(measure())
                 save()
             line["tokens"], line["seconds"] = progress["tokens"], round(time.monotonic() - wall, 2)
             record(line)
