@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -39,7 +39,7 @@ def command(
     Each step is the command of that name with --recipe; a step that fails ends the run.
     """
     out = Out(quiet=quiet)
-    root = ctx.find_root().command
+    root: Any = ctx.find_root().command
     steps = sections(recipe)
     unknown = [name for name in only or [] if name not in steps]
     if unknown:
@@ -48,6 +48,8 @@ def command(
     flags = [*(["--force"] if force else []), *(["--quiet"] if quiet else [])]
     for number, name in enumerate(chosen, start=1):
         out.note(f"\n[{number}/{len(chosen)}] molora {name} --recipe {recipe}")
-        # a step without --force writes nothing that could stand in its way
-        able = [f for f in flags if f != "--force" or name != "eval"]
-        root.main(args=[name, "--recipe", str(recipe), *able], standalone_mode=False)
+        step = root.get_command(ctx, name)
+        known = {option for parameter in step.params for option in parameter.opts}
+        root.main(
+            args=[name, "--recipe", str(recipe), *(f for f in flags if f in known)], standalone_mode=False
+        )

@@ -19,7 +19,7 @@ namespace molora {
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
-// Up to this many tokens the GEMV's way is taken: measured, see docs/kernels.md.
+// Up to this many tokens the GEMV's way is taken. A guess: the crossing was not measured.
 constexpr int64_t FEW_TOKENS = 16;
 // Weights that are widened at a time, so that a large head needs no large copy.
 constexpr int64_t WIDENED_AT_A_TIME = 1 << 21;
