@@ -18,8 +18,9 @@ from molora_cli.core.bundle.store import Bundle, set_default_bundle
 from molora_cli.core.inspection import recognise
 from molora_cli.core.pieces import join_pieces
 from molora_cli.core.router.spec import RouterSpec, StageSpec
+from molora_cli.core.texts import Texts, read_documents
 from molora_cli.core.trace_files import load_trace
-from molora_cli.core.tracing import BLOCK, Texts, read_documents, trace_texts
+from molora_cli.core.tracing import BLOCK, trace_texts
 from molora_cli.errors import InputError
 
 Run = Callable[..., str]
@@ -376,6 +377,34 @@ def test_documents_are_read_one_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="line 2"):
         next(rows)
     assert list(read_documents([str(tmp_path / "b.txt")], ["p"])) == [(None, "p"), ("b", "whole\n\nfile")]
+
+
+def test_long_text_files_are_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("molora_cli.core.texts.LONGEST", 10)
+    lines = [f"line {i} é\n" for i in range(7)]
+    (tmp_path / "a.txt").write_text("".join(lines), encoding="utf-8")
+    ticks: list[float] = []
+    found = list(read_documents([str(tmp_path / "a.txt")], ticker=lambda done, *rest: ticks.append(done)))
+    assert "".join(text for _, text in found if isinstance(text, str)) == "".join(lines)
+    assert len(found) == len(ticks) == 4 and {name for name, _ in found} == {"a"}
+
+
+def test_more_text_than_is_kept(
+    run: Run, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens are counted; the listing and the pages hold those of the first documents."""
+    monkeypatch.setattr("molora_cli.core.survey.KEEP", 100)
+    monkeypatch.setattr("molora_cli.core.tracing.WINDOW", 4)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "xy1 " * 10}) + "\n" for _ in range(20)))
+    found = json.loads(run(bundle, "--data", tmp_path / "a.jsonl", "--tokens", "--limit", "9999", "--json"))
+    assert (found["tokens"], found["documents"], found["stats"]["groups"][0]["total"]["tokens"]) == (
+        800,
+        20,
+        800,
+    )
+    assert len(found["listing"]) == 160
+    run(bundle, "--data", tmp_path / "a.jsonl", "--save-trace", tmp_path / "all.trace")
+    assert len(load_trace(tmp_path / "all.trace")) == 800
 
 
 def test_verdicts_of_known_cases(run: Run, cases: Path) -> None:

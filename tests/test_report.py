@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from molora_cli.core.agreement import agreement, overall
-from molora_cli.core.stats import summarise
+from molora_cli.core.counting import summarise
 from molora_cli.core.trace import Trace
 from molora_cli.errors import InputError
 from molora_cli.text import is_unsafe

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from molora_cli.core.stats import summarise
+from molora_cli.core.counting import summarise
 from molora_cli.core.trace import Trace
 from molora_cli.views.report import Side, page
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from molora_cli.core.stats import BINS, PSEUDO, summarise
+from molora_cli.core.counting import Counting, summarise
+from molora_cli.core.stats import BINS, PSEUDO, Part, Stats
 from molora_cli.core.trace import Trace
 
 
@@ -163,3 +165,68 @@ def test_document_is_plain_json() -> None:
     trace = _trace(rng.integers(-1, 2, 50).tolist(), token_ids=rng.integers(0, 5, 50), pieces={1: "\udcf0"})
     document = json.loads(json.dumps(summarise(trace).document(), allow_nan=False))
     assert math.isclose(sum(document["groups"][0]["total"]["share"]), 1.0)
+
+
+def _parts(stats: Stats) -> list[Part]:
+    group = stats.groups[0]
+    return [group.total, *sorted(group.domains, key=lambda part: part.label)]
+
+
+def test_counting_in_parts_gives_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 40, 60)
+    n = int(lengths.sum())
+    starts = (np.cumsum(lengths) - lengths).tolist()
+    logits = rng.normal(size=(n, 1, 3)) * 3
+    scores = (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
+    whole = _trace(
+        rng.integers(-1, 2, n).tolist(),
+        starts,
+        token_ids=rng.integers(0, 50, n),
+        scores=scores,
+        experts=("a", "b", "__base__"),
+        domains=tuple(rng.choice(["x", "y"], 60).tolist()),
+        content=rng.random(n) > 0.2,
+    )
+    counting = Counting()
+    for first in range(0, 60, 7):
+        documents = slice(first, min(first + 7, 60))
+        begin = starts[first]
+        end = starts[documents.stop] if documents.stop < 60 else n
+        part = {
+            name: getattr(whole, name)[begin:end]
+            for name in ("token_ids", "indices", "gates", "scores", "content")
+        }
+        counting.add(
+            replace(
+                whole,
+                **part,
+                starts=np.array(starts[documents]) - begin,
+                domains=whole.domains[documents],
+            )
+        )
+    exact, parts = summarise(whole), counting.stats(whole.text)
+    for name in ("share", "mass"):
+        for one, other in zip(_parts(parts), _parts(exact), strict=True):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-12)
+    for one, other in zip(_parts(parts), _parts(exact), strict=True):
+        assert one.entropy is not None and other.entropy is not None
+        assert (one.tokens, one.documents, one.switch_rate) == (
+            other.tokens,
+            other.documents,
+            other.switch_rate,
+        )
+        assert one.entropy.bins == other.entropy.bins and one.entropy.p50 == other.entropy.p50
+    assert parts.groups[0].transitions == exact.groups[0].transitions
+    assert parts.groups[0].position_tokens == exact.groups[0].position_tokens
+    assert [[t.token for t in listed] for listed in parts.groups[0].top_tokens] == [
+        [t.token for t in listed] for listed in exact.groups[0].top_tokens
+    ]
+    assert (counting.tokens, counting.documents) == (n, 60)
+    # beyond EXACT values quantiles are read from fine steps; nothing else changes
+    monkeypatch.setattr("molora_cli.core.counting.EXACT", 100)
+    coarse = summarise(whole).groups[0].total.margin
+    fine = exact.groups[0].total.margin
+    assert coarse is not None and fine is not None and (coarse.mean, coarse.bins) == (fine.mean, fine.bins)
+    for name in ("p10", "p50", "p90"):
+        assert getattr(coarse, name) == pytest.approx(getattr(fine, name), abs=0.02)

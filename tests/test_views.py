@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from molora_cli.core.agreement import agreement
-from molora_cli.core.stats import summarise
+from molora_cli.core.counting import summarise
 from molora_cli.core.trace import Trace
 from molora_cli.errors import InputError
 from molora_cli.views.coloured import ColouredDocuments

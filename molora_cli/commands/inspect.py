@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -49,20 +50,44 @@ class Show:
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where routes come from: a bundle or a saved trace, the texts to route, and where to keep the routes."""
+
+    place: Path
+    base: str | None
+    data: list[str]
+    texts: list[str]
+    chat: bool
+    save: Path | None
+
+
+@dataclass(frozen=True)
 class Shown:
-    """A trace, where it comes from, and the bundle behind it where that is at hand."""
+    """Routes, where they come from, and the bundle behind them where that is at hand. The trace may hold only
+    the first of the `tokens` and `documents` that `stats` counts."""
 
     place: Path
     trace: Trace
+    stats: Stats
+    tokens: int
+    documents: int
     bundle: Bundle | None
 
-    def side(self, stats: Stats) -> Side:
+    @classmethod
+    def whole(cls, place: Path, trace: Trace, bundle: Bundle | None, top: int, template: bool) -> Shown:
+        """All of a trace."""
+        from molora_cli.core.counting import summarise
+
+        stats = summarise(trace, top=top, template=template)
+        return cls(place, trace, stats, len(trace), len(trace.starts), bundle)
+
+    def side(self) -> Side:
         """As one side of a report."""
         from molora_cli.core.inspection import bundle_facts
         from molora_cli.views.report import Side
 
         facts = bundle_facts(self.bundle) if self.bundle else None
-        return Side(self.place.name or str(self.place), self.trace, stats, facts)
+        return Side(self.place.name or str(self.place), self.trace, self.stats, facts)
 
 
 def register(app: typer.Typer) -> None:
@@ -167,10 +192,11 @@ def command(
         from molora_cli.views.report import check_report
 
         check_report(report, force=force)
-    trace, bundle = _trace(out, what, place, base, data or [], texts, chat, save_trace, force)
-    second = _second(out, compare, trace, base) if compare else None
     show = Show(view, kind, tokens, limit, top, template, figure, report, force)
-    _show_trace(out, show, Shown(place, trace, bundle), second)
+    source = Source(place, base, data or [], texts, chat, save_trace)
+    first = _first(out, what, source, show, keep_all=compare is not None)
+    second = _second(out, compare, first.trace, base, show) if compare else None
+    _show_trace(out, show, first, second)
 
 
 def _texts(prompts: list[str], stdin: bool) -> list[str]:
@@ -199,43 +225,38 @@ def _show_facts(out: Out, what: str, place: Path, base: str | None) -> None:
     out.result(document, lambda console: console.print(AdapterView(document)))
 
 
-def _trace(
-    out: Out,
-    what: str,
-    place: Path,
-    base: str | None,
-    data: list[str],
-    texts: list[str],
-    chat: bool,
-    save: Path | None,
-    force: bool,
-) -> tuple[Trace, Bundle | None]:
-    """The trace of a file, or of texts through a bundle's router; saved where that is asked for.
-
-    With it the bundle it is of, where that is at hand.
-    """
+def _first(out: Out, what: str, source: Source, show: Show, *, keep_all: bool) -> Shown:
+    """The routes of a saved trace, or of texts through a bundle's router; saved where that is asked for."""
     from molora_cli.core.bundle.store import Bundle
     from molora_cli.core.trace_files import check_trace_target, load_trace, save_trace
 
+    save, place = source.save, source.place
     if save:
-        check_trace_target(save, force=force)
-    bundle: Bundle | None
+        check_trace_target(save, force=show.force)
     if what == "trace":
         trace = load_trace(place)
-        bundle = _recorded(trace)
+        first = Shown.whole(place, trace, _recorded(trace), show.top, show.template)
     else:
-        from molora_cli.core.tracing import read_documents, trace_texts
+        from molora_cli.core.survey import KEEP, survey
+        from molora_cli.core.texts import read_documents
 
-        documents = read_documents(data, texts, chat=chat)
-        bundle = Bundle.open(place, base)
+        bundle = Bundle.open(place, source.base)
         with out.progress("routing") as ticker:
-            trace = trace_texts(bundle, documents, ticker=ticker)
+            documents = read_documents(source.data, source.texts, chat=source.chat, ticker=ticker)
+            keep = None if save or keep_all else KEEP
+            began = time.monotonic()
+            found = survey(bundle, documents, keep=keep, top=show.top, template=show.template)
+        seconds = time.monotonic() - began
+        out.note(
+            f"routed {found.tokens:,} tokens in {seconds:.1f} s ({found.tokens / seconds:,.0f} a second)"
+        )
+        first = Shown(place, found.trace, found.stats, found.tokens, found.documents, bundle)
         for warning in bundle.warnings:
             out.warn(warning)
     if save:
-        save_trace(save, trace, force=force)
-        out.note(f"saved {len(trace):,} routes to {save}")
-    return trace, bundle
+        save_trace(save, first.trace, force=show.force)
+        out.note(f"saved {len(first.trace):,} routes to {save}")
+    return first
 
 
 def _recorded(trace: Trace) -> Bundle | None:
@@ -249,7 +270,7 @@ def _recorded(trace: Trace) -> Bundle | None:
     return bundle if bundle.digest == trace.meta.get("digest") else None
 
 
-def _second(out: Out, place: Path, trace: Trace, base: str | None) -> Shown:
+def _second(out: Out, place: Path, trace: Trace, base: str | None, show: Show) -> Shown:
     """What a trace is compared with: a trace, or the same tokens through another bundle."""
     from molora_cli.core.agreement import trace_again
     from molora_cli.core.bundle.store import Bundle
@@ -260,7 +281,7 @@ def _second(out: Out, place: Path, trace: Trace, base: str | None) -> Shown:
     what = recognise(place)
     if what == "trace":
         other = load_trace(place)
-        return Shown(place, other, _recorded(other))
+        return Shown.whole(place, other, _recorded(other), show.top, show.template)
     if what != "bundle":
         raise InputError(f"{place} is neither a bundle nor a trace", "give one of the two to --compare")
     bundle = Bundle.open(place, base)
@@ -268,23 +289,23 @@ def _second(out: Out, place: Path, trace: Trace, base: str | None) -> Shown:
         other = trace_again(bundle, trace, ticker=ticker)
     for warning in bundle.warnings:
         out.warn(warning)
-    return Shown(place, other, bundle)
+    return Shown.whole(place, other, bundle, show.top, show.template)
 
 
 def _show_trace(out: Out, show: Show, first: Shown, second: Shown | None) -> None:
     from molora_cli.core.agreement import agreement
-    from molora_cli.core.stats import summarise
     from molora_cli.core.trace import listing
     from molora_cli.views.trace import TraceView
 
-    trace = first.trace
-    stats = summarise(trace, top=show.top, template=show.template)
+    trace, stats = first.trace, first.stats
+    if first.tokens > len(trace):
+        out.note(f"all {first.tokens:,} tokens are counted; text and pages show the first {len(trace):,}")
     document = {
         "what": "trace",
-        "tokens": len(trace),
+        "tokens": first.tokens,
         "tokens_counted": stats.tokens,
         "tokens_of_template": stats.template_tokens,
-        "documents": len(trace.starts),
+        "documents": first.documents,
         "adapters": list(trace.adapters),
         "experts": list(trace.experts),
         "meta": trace.meta,
@@ -311,8 +332,6 @@ def _show_trace(out: Out, show: Show, first: Shown, second: Shown | None) -> Non
     if show.report:
         from molora_cli.views.report import write_report
 
-        beside = None
-        if second:
-            beside = second.side(summarise(second.trace, top=show.top, template=show.template))
-        size = write_report(show.report, first.side(stats), beside, force=show.force)
+        beside = second.side() if second else None
+        size = write_report(show.report, first.side(), beside, force=show.force)
         out.note(f"wrote {show.report} ({size / 1e6:.1f} MB)")

@@ -11,7 +11,7 @@ held-out split), `segments` (which characters of which message belong to which l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -64,10 +64,11 @@ class Example:
         return (self.text,) if self.text is not None else tuple(m.content for m in self.messages)
 
 
-def iter_examples(path: Path) -> Iterator[Example]:
+def iter_examples(path: Path, read: Callable[[int], None] = lambda position: None) -> Iterator[Example]:
     """The rows of a JSON Lines file one at a time, blank lines skipped; memory is bounded by one line.
 
-    Raises InputError with path, line number and remedy for whatever is not a row, and for a file without any.
+    read: called with the bytes read so far before each row. Raises InputError with path, line number and
+    remedy for whatever is not a row, and for a file without any.
     """
     try:
         file = path.open("rb")
@@ -80,6 +81,7 @@ def iter_examples(path: Path) -> Iterator[Example]:
         for number, raw in _lines(file, path):
             if raw.strip():
                 found = True
+                read(file.tell())
                 yield _example(_object(raw, path, number), path, number)
     if not found:
         raise InputError(f"{path} has no examples: the file is empty", f"give a file with {_FORMAT}")

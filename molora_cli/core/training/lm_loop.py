@@ -46,9 +46,11 @@ class LmSettings:
 
     tokens: of a step, prompts included; forward_tokens: padded tokens of one forward, of which a step
     accumulates as many as it needs. lr rises over `warmup` of the steps and falls along a cosine to a tenth.
-    mix_share: of the rows drawn; max_length: longer rows are left out where there are others. sharp:
-    temperature of the gates at the last step, reached over the last third. held_out: rows per domain, and
-    four times as many mixes; every: steps between measurements; patience: of them without progress.
+    mix_share: of the rows drawn; max_length: longer rows are left out where there are others. soft:
+    temperature of the gates during the first two thirds of the steps: heads that labels have trained are
+    nearly sure, and a gate near 0 gets hardly any gradient. sharp: temperature at the last step, reached
+    over the last third. held_out: rows per domain, and four times as many mixes; every: steps between
+    measurements; patience: of them without progress.
     """
 
     steps: int = 70
@@ -61,6 +63,7 @@ class LmSettings:
     max_length: int = 448
     balance: float = 0.0
     z: float = 0.0
+    soft: float = 2.0
     sharp: float = 0.5
     held_out: int = 3
     every: int = 25
@@ -73,7 +76,7 @@ class LmSettings:
         for name in whole:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be 1 or more", f"change {name}")
-        for name in ("lr", "sharp"):
+        for name in ("lr", "soft", "sharp"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be above 0", f"change {name}")
         for name in ("balance", "z", "weight_decay"):
@@ -89,9 +92,9 @@ class LmSettings:
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
     def temperature(self, step: int) -> float:
-        """Temperature of the gates at step number `step`: 1, then falling geometrically to `sharp`."""
+        """Temperature of the gates at step number `step`: `soft`, then falling geometrically to `sharp`."""
         last_third = max(0.0, (step + 1) / self.steps * 3 - 2)
-        return float(self.sharp**last_third)
+        return float(self.soft ** (1 - last_third) * self.sharp**last_third)
 
 
 @dataclass
