@@ -22,7 +22,7 @@ KEEP = 500_000  # tokens, some 30 bytes each
 
 @dataclass(frozen=True)
 class Survey:
-    """trace: the first documents. stats: of all, which are `tokens` (those of templates too) in `documents`."""
+    """trace: the first documents. stats: of all `documents` with their `tokens`, those of templates too."""
 
     trace: Trace
     stats: Stats
