@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,34 +45,43 @@ def attach(
     present: dict[str, list[tuple[int, Factors]]] = {}
     for slot, (name, modules) in enumerate(adapters.items(), start=1):
         for path, factors in modules.items():
-            _check(base, name, path, factors)
+            check_fits(base, name, path, factors)
             present.setdefault(path, []).append((slot, factors))
     made: dict[str, Replacement] = {}
     for path, entries in present.items():
-        inner = base.get_submodule(path)
-        is_embedding = isinstance(inner, nn.Embedding)
-        number = layer_number(path)
-        is_head = number is None and not is_embedding
-        layer = number if number is not None else 0 if is_embedding else context.n_layers - 1
-        kind = RoutedEmbedding if is_embedding else RoutedLinear
-        device, dtype = _place(inner, base)
-        made[path] = kind(
-            inner, entries, context, path=path, layer=layer, is_head=is_head, dtype=dtype, device=device
-        )
+        made[path] = make_routed(base, base.get_submodule(path), entries, context, path)
     if backend != "torch":
         for path, inner in base.named_modules():
             if path and path not in made and is_plain(inner):
                 made[path] = PlainLinear(inner, backend)
     for path, module in made.items():
-        _put(base, path, module)
+        put(base, path, module)
     return context
+
+
+def make_routed(
+    base: PreTrainedModel,
+    inner: nn.Module,
+    present: Sequence[tuple[int, Factors]],
+    context: Context,
+    path: str,
+) -> RoutedModule:
+    """What takes the place of `inner`, the base's own module at `path`; present: (slot, factors) of the
+    adapters that touch it. Nothing is replaced yet."""
+    is_embedding = isinstance(inner, nn.Embedding)
+    number = layer_number(path)
+    is_head = number is None and not is_embedding
+    layer = number if number is not None else 0 if is_embedding else context.n_layers - 1
+    kind = RoutedEmbedding if is_embedding else RoutedLinear
+    device, dtype = _place(inner, base)
+    return kind(inner, present, context, path=path, layer=layer, is_head=is_head, dtype=dtype, device=device)
 
 
 def detach(base: nn.Module) -> None:
     """Put the base's own modules back where they were: the object graph before `attach`."""
     for path, module in list(base.named_modules()):
         if isinstance(module, Replacement):
-            _put(base, path, module.base)
+            put(base, path, module.base)
 
 
 def routed_modules(base: nn.Module) -> Iterator[RoutedModule]:
@@ -92,7 +101,8 @@ def layer_number(path: str) -> int | None:
     return next((int(part) for part in path.split(".") if part.isdigit()), None)
 
 
-def _put(base: nn.Module, path: str, module: nn.Module) -> None:
+def put(base: nn.Module, path: str, module: nn.Module) -> None:
+    """`module` in the place of whatever stands at `path`."""
     parent, _, child = path.rpartition(".")
     # Not setattr: the entry keeps its place in the parent's order, and no property gets in the way.
     base.get_submodule(parent)._modules[child] = module
@@ -106,7 +116,9 @@ def _place(inner: nn.Module, base: PreTrainedModel) -> tuple[torch.device, torch
     return device, floating[0] if floating else base.dtype
 
 
-def _check(base: nn.Module, name: str, path: str, factors: Factors) -> None:
+def check_fits(base: nn.Module, name: str, path: str, factors: Factors) -> None:
+    """Raises InputError where the factors are not for the base's own module at `path`, or it cannot be
+    routed."""
     where = f"adapter '{printable(name)}', module '{printable(path)}'"
     try:
         inner = base.get_submodule(path)
@@ -114,6 +126,8 @@ def _check(base: nn.Module, name: str, path: str, factors: Factors) -> None:
         raise InputError(
             f"{where}: the base has no such module", "compose the adapters again for this base"
         ) from error
+    if isinstance(inner, Replacement):
+        inner = inner.base
     if "experts" in path.split("."):
         raise InputError(
             f"{where}: the experts of a mixture see their tokens regrouped, which cannot be routed yet",

@@ -8,6 +8,7 @@ base.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from molora_cli.core.routed.attach import routed_modules
 from molora_cli.core.routed.call import Call, argument_names, read_call
 from molora_cli.core.routed.context import Context, layer_ranges
 from molora_cli.core.routed.first_pass import FirstPass
@@ -25,6 +27,7 @@ from molora_cli.core.routed.outputs import Routed, add_trace
 from molora_cli.core.routed.route import BASE, Route
 from molora_cli.core.routed.state import RouterState, bind, state_of
 from molora_cli.errors import InputError
+from molora_cli.text import printable
 
 if TYPE_CHECKING:
     from molora_cli.core.router.deciding import Deciding, Decision
@@ -103,6 +106,20 @@ class Engine:
             hook.remove()
         self._hooks, self._first_pass, self._deciding = [], None, None
         self._taps, self._asks_modules = [], False
+
+    def check_modules(self, paths: Iterable[str]) -> None:
+        """Raises InputError where one of them would become routed and the router decides module by module,
+        from what it was attached with."""
+        if not self._asks_modules:
+            return
+        known = {module.path for module in routed_modules(self._base)}
+        new = sorted(set(paths) - known)
+        if new:
+            raise InputError(
+                f"the {self._router.spec.kind if self._router else ''} router decides module by module and "
+                f"does not know {printable(new[0])}, which the adapter changes",
+                "add the adapter to the bundle (molora add) and attach the router again",
+            )
 
     @property
     def device(self) -> torch.device:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from molora_cli.core.routed.attach import attach, detach
 from molora_cli.core.routed.engine import AUTO, OFF, Engine
+from molora_cli.core.routed.grow import grow
 from molora_cli.core.routed.route import BASE, Route
 from molora_cli.errors import InputError
 from molora_cli.text import printable
@@ -88,6 +89,22 @@ class RoutedModel(nn.Module):
         from molora_cli.core.generate import stream
 
         return stream(self, messages_or_text, **options)
+
+    def add(self, name: str, modules: Mapping[str, Factors]) -> None:
+        """One more adapter, the last in order: module path -> factors. Takes a fraction of a second.
+
+        The router goes on choosing among the adapters it knows; the new one takes tokens where it is named.
+        Raises InputError for a name that is taken, factors that do not fit the base, or modules that an
+        `arrow` router would have to know; the model is then as it was.
+        """
+        if name in self.adapters:
+            raise InputError(f"there is an adapter '{printable(name)}' already", "use another name")
+        self.engine.check_modules(modules)
+        grow(self.base, self.engine.context, name, modules)
+        self.adapters = self.engine.adapters = (*self.adapters, name)
+        if self.router is not None:
+            self.router.adapters = self.adapters
+            self.engine.router = self.router  # its hooks, on the modules that are routed now
 
     def detach(self) -> PreTrainedModel:
         """Take routing off and return the base as it was; this object is of no use afterwards."""

@@ -99,6 +99,29 @@ class RoutedModule(Replacement):
             return torch.cat(parts, dim=1)
         return torch.cat([part.t() for part in parts]).t()
 
+    def grow(self, slot: int, factors: Factors | None) -> None:
+        """Room for slot `slot`, one more than there were; None where its adapter leaves this module alone.
+
+        The tables by slot become longer, and the adapter's columns stand beside the others'.
+        """
+        device, dtype = self.A.device, self.A.dtype
+        present = [] if factors is None else [(slot, factors)]
+        scale = 0.0 if factors is None else float(factors.scale)
+        rank = 0 if factors is None else len(factors.A)
+        self.extent = torch.cat([self.extent, self.extent.new_tensor([[len(self.owner), rank]])])
+        self.scale = torch.cat([self.scale, self.scale.new_tensor([scale])])
+        self.out_scale = _longer(self.out_scale, self._out_scale(present, device), 1.0)
+        self.out_bias = _longer(self.out_bias, self._out_bias(present, device), 0.0)
+        self._made = None
+        if factors is None:
+            return
+        A, B = factors.A.to(device, dtype), factors.B.to(device, dtype)
+        self.A = nn.Parameter(torch.cat([self.A.detach(), A]), requires_grad=False)
+        self.B = nn.Parameter(self._columns([self.B.detach(), B]), requires_grad=False)
+        self.owner = torch.cat([self.owner, self.owner.new_full((rank,), slot)])
+        parts = [A, B, self.out_scale, self.out_bias]
+        self.finite = self.finite and all(bool(t.isfinite().all()) for t in parts if t is not None)
+
     def _out_scale(self, present: Sequence[tuple[int, Factors]], device: torch.device) -> Tensor | None:
         """(S, out) float32: magnitude / row norm of W + s B A (Liu et al., arXiv 2402.09353, eq. 5); one
         elsewhere."""
@@ -160,6 +183,16 @@ class RoutedModule(Replacement):
                 self.scale,
             )
         return self._made
+
+
+def _longer(known: Tensor | None, grown: Tensor | None, rest: float) -> Tensor | None:
+    """A table by slot, (S, out), with a row more: `grown` (S + 1, out) where its last row says something,
+    otherwise `known` with a row of `rest`. None where neither is there."""
+    if grown is None:
+        if known is None:
+            return None
+        return torch.cat([known, known.new_full((1, known.shape[1]), rest)])
+    return grown if known is None else torch.cat([known, grown[-1:]])
 
 
 class RoutedLinear(RoutedModule):
