@@ -16,7 +16,8 @@ from molora_cli.recipes import load_recipe, merge
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from molora_cli.core.training.router_job import Report
+    from molora_cli.core.bundle.store import Bundle
+    from molora_cli.core.training.router_job import Job, Report
 
 # Typer resolves these annotations at run time, on Python 3.10 too, so they are spelt with Optional
 Word = Optional[str]  # noqa: UP045
@@ -29,6 +30,7 @@ Examples:
   molora train-router my-bundle --data math=math.jsonl --data code=code.jsonl
   molora train-router my-bundle --data labelled.jsonl --steps 300 --metrics metrics.jsonl --force
   molora train-router my-bundle --data labelled.jsonl --kind context+taps --loss lm --force
+  molora train-router my-bundle --only law --data law=law.jsonl
 """
 
 
@@ -57,6 +59,14 @@ def command(
         Word,
         typer.Option(
             help="taps, layer, context+taps: labels (the default), or lm: then tuned through the base's loss."
+        ),
+    ] = None,
+    only: Annotated[
+        Word,
+        typer.Option(
+            help="Add this adapter to the bundle's context router; the others' columns keep every bit. "
+            "--head lda: in closed form.",
+            metavar="NAME",
         ),
     ] = None,
     lm_steps: Annotated[Whole, typer.Option(help="--loss lm: steps of tuning at most (70).")] = None,
@@ -133,14 +143,42 @@ def command(
         force=force,
         metrics=metrics,
         again=shlex.join(["molora", *(a for a in sys.argv[1:] if a != "--resume"), "--resume"]),
+        only=only,
     )
     opened = Bundle.open(path, base)
+    if only is not None:
+        _train_only(out, opened, job)
+        return
     with out.progress("training the router") as ticker:
         report = train_router(opened, job, ticker=ticker, warn=out.warn)
     for text in [*opened.warnings, *report.notes]:
         out.note(text)
     out.result(report.document, lambda console: _show(console, report))
     out.note(f"next: molora chat {path}, or molora inspect {path} --data NAME=FILE ...")
+
+
+def _train_only(out: Out, bundle: Bundle, job: Job) -> None:
+    from molora_cli.core.training.added_job import train_only
+
+    with out.progress("training one column") as ticker:
+        document = train_only(bundle, job, ticker=ticker, warn=out.warn)
+    for text in [*bundle.warnings, *document["notes"]]:
+        out.note(text)
+    out.result(document, lambda console: _show_only(console, document))
+    out.note(f"next: molora chat {bundle.path}, or molora inspect {bundle.path} --data NAME=FILE ...")
+
+
+def _show_only(console: Console, document: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, title="% of held-out tokens of each domain", title_justify="left")
+    for title in ("domain", "tokens", "right before", "right now", f"→{document['only']}"):
+        table.add_column(title, justify="left" if title == "domain" else "right")
+    for domain, found in document["changed"].items():
+        shares = (_percent(found[key]) for key in ("before", "after", "new"))
+        table.add_row(domain.replace("__base__", "base"), f"{found['tokens']:,}", *shares)
+    console.print(table)
+    console.print(f"{document['only']} added in {document['seconds']:.0f} s; the other columns are unchanged")
 
 
 def _percent(value: float | None) -> str:

@@ -19,19 +19,18 @@ from molora_cli.core.adapter.write import write_peft
 from molora_cli.core.base.resolve import ResolvedBase
 from molora_cli.core.base.structure import BaseModules, read_structure
 from molora_cli.core.bundle.card import CARD_FILE, write_card
+from molora_cli.core.bundle.grow import Router, grown_router, takes_columns
 from molora_cli.core.bundle.manifest import MANIFEST_FILE, Manifest, RoutingEntry
 from molora_cli.core.bundle.store import Bundle, dump_manifest, sha256_file
 from molora_cli.core.bundle.writing import MARKER, new_folder, tidy, write_text
-from molora_cli.core.router.spec import ROUTER_FILE, RouterSpec
+from molora_cli.core.router.spec import ROUTER_FILE
 from molora_cli.errors import InputError
 from molora_cli.out import Ticker, no_ticks
 from molora_cli.refs import parse_ref
 from molora_cli.text import shorten
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-_EXAMPLES = 400  # rows of a new domain that a centroid column is made of
+    pass
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,9 @@ class Edited:
 def add(request: AddRequest, *, ticker: Ticker = no_ticks) -> Edited:
     """The bundle with more adapters, each checked and measured as `compose` does.
 
-    A `centroid` router gets a column for an adapter with rows; otherwise the router stays, byte for byte, and
-    the adapter is reachable by name. Raises InputError or MoloraError; the bundle is as it was then.
+    A `centroid` or `context` router gets a column for an adapter with rows; otherwise the router stays, byte
+    for byte, and the adapter is reachable by name. Raises InputError or MoloraError; the bundle is as it was
+    then.
     """
     from molora_cli.core import compose
 
@@ -92,7 +92,7 @@ def add(request: AddRequest, *, ticker: Ticker = no_ticks) -> Edited:
             return Edited(bundle, {**report, "written": False}, notes)
         work = _as_plan(request, bundle, path, modules, new)
         effects, remarks = compose.measure_effect(work, ticker)
-        router = _grown_router(bundle, domains, request.seed, notes, report) if domains else None
+        router = grown_router(bundle, domains, request.seed, notes, report) if domains else None
         _tell_reach(bundle, new, router is not None, domains, notes)
         with new_folder(place, force=True, own_file=MANIFEST_FILE) as folder:
             skipped = {MANIFEST_FILE, CARD_FILE, *([ROUTER_FILE] if router else [])}
@@ -164,85 +164,13 @@ def _tell_reach(
         elif not (grown and adapter.name in domains):
             notes.append(
                 f"{adapter.name}: reachable by name only, the {shorten(routing.kind, 40)} router gives it no "
-                f"token; molora train-router {bundle.path} --data NAME=FILE ... --force trains a column"
-                + (f" (or add it with --data {adapter.name}=FILE)" if "centroid" in routing.kind else "")
+                f"token; molora train-router {bundle.path} --data NAME=FILE ... --force trains it anew"
+                + (
+                    f" (or add it with --data {adapter.name}=FILE)"
+                    if takes_columns(bundle.router_spec) is not None
+                    else ""
+                )
             )
-
-
-Router = tuple[RouterSpec, dict[str, "Tensor"]]
-
-
-def _grown_router(
-    bundle: Bundle, domains: Mapping[str, list[Any]], seed: int, notes: list[str], report: dict[str, Any]
-) -> Router | None:
-    """The router with a centroid column for each domain; None where it has no centroid stage."""
-    spec, file = bundle.router_spec, bundle.router_file
-    place = next((i for i, s in enumerate(spec.stages) if s.kind == "centroid"), None) if spec else None
-    if spec is None or file is None or place is None:
-        kind = f"the router is {shorten(spec.kind, 40)}" if spec else "there is no router"
-        notes.append(f"--data was not used: {kind}, and only centroid takes a column from examples")
-        return None
-    from molora_cli.core.base.embedding import read_embedding
-    from molora_cli.core.base.model import load_tokenizer
-    from molora_cli.core.router.centroid import append_centroid
-    from molora_cli.core.router.files import join_tensors, load_tensors, stage_tensors
-
-    tokenizer = load_tokenizer(bundle.base_path)
-    if tokenizer is None:
-        raise InputError(f"the base {bundle.base_path} has no tokenizer", "leave out --data")
-    embedding = read_embedding(bundle.base_path)
-    tensors = load_tensors(file)
-    stages = [stage_tensors(tensors, i) for i in range(len(spec.stages))]
-    stage, training, accuracy = spec.stages[place], dict(spec.training), {}
-    for name, rows in domains.items():
-        learnt, held, digest = _token_rows(rows, name, tokenizer, seed)
-        trial, trial_tensors = append_centroid(stage, stages[place], embedding, learnt, name)
-        accuracy[name] = _accuracy(trial, trial_tensors, embedding, held)
-        stage, stages[place] = append_centroid(stage, stages[place], embedding, [*learnt, *held], name)
-        for key, value in (("data", digest), ("documents", len(rows))):
-            training[key] = {**training.get(key, {}), name: value}
-        found = accuracy[name]
-        if found is not None and found < 0.7:
-            notes.append(
-                f"{name}: only {found:.0%} of held-out tokens find it; give more or clearer examples"
-            )
-    report["router"] = {"kind": spec.kind, "held_out_accuracy": accuracy}
-    grown = [*spec.stages[:place], stage, *spec.stages[place + 1 :]]
-    return spec.model_copy(update={"stages": grown, "training": training}), join_tensors(stages)
-
-
-def _token_rows(rows: list[Any], name: str, tokenizer: Any, seed: int) -> tuple[list[Any], list[Any], str]:
-    """Rows to learn from and held-out ones, every token of the domain labelled 0, and the rows' digest."""
-    from molora_cli.core.training.encode import encode_all
-    from molora_cli.core.training.mixing import labelled
-    from molora_cli.core.training.router_rows import RouterSettings, rows_digest, split_documents, token_row
-
-    ours = [labelled(row, name) for row in rows[:_EXAMPLES]]
-    encoded = encode_all(tokenizer, ours, RouterSettings().max_length, no_ticks)
-    tokens = {id(row): token_row(e, row, [name]) for e, row in zip(encoded, ours, strict=True)}
-    learnt, held = split_documents(ours, 0.2, seed + 1)
-    return [tokens[id(r)] for r in learnt], [tokens[id(r)] for r in held], rows_digest(rows)
-
-
-def _accuracy(
-    stage: Any, tensors: Mapping[str, Tensor], embedding: Tensor, rows: Sequence[Any]
-) -> float | None:
-    """Share of held-out tokens whose best expert is the stage's last one; None where there is no token."""
-    import torch
-
-    from molora_cli.core.router.centroid import CentroidStage
-    from molora_cli.core.router.kinds import Surroundings
-
-    trial = CentroidStage(stage, tensors, Surroundings(n_layers=1, embedding=embedding))
-    right = total = 0
-    for row in rows:
-        ids = row.ids.unsqueeze(0)
-        scores, _ = trial.score(ids, torch.ones_like(ids, dtype=torch.bool), trial.start(1))
-        counted = row.labels >= 0
-        best = scores.logp[0, :, 0].argmax(-1)
-        right += int((best == len(stage.experts) - 1)[counted].sum())
-        total += int(counted.sum())
-    return round(right / total, 4) if total else None
 
 
 # -- remove ---------------------------------------------------------------------

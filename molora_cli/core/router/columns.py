@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from molora_cli.core.router.added import LDA, split_experts
 from molora_cli.core.router.files import join_tensors, stage_tensors
 from molora_cli.core.router.spec import BASE_EXPERT, RouterSpec, StageSpec
 from molora_cli.errors import InputError
@@ -77,6 +78,9 @@ def _drop(
     keep = [i for i, expert in enumerate(stage.experts) if expert != name]
     kept = _select(stage, tensors, keep)
     params = _params(stage.params, tensors, name)
+    if stage.params.get("added"):
+        kept, heads = _without_gate(stage, kept, name)
+        params = {**params, "added": heads} if heads else {k: v for k, v in params.items() if k != "added"}
     experts = [stage.experts[i] for i in keep]
     update: dict[str, Any] = {"experts": experts, "params": params, "k": min(stage.k, len(experts))}
     return stage.model_copy(update=update), kept, f"{where}: the column of '{name}' is gone"
@@ -94,8 +98,38 @@ def _select(stage: StageSpec, tensors: Mapping[str, Tensor], keep: list[int]) ->
         patterns = _COLUMNS.get(stage.kind, {}).items()
         dimension = next((d for pattern, d in patterns if fnmatchcase(name, pattern)), None)
         if dimension is not None and not name.endswith("inner.weight") and not name.endswith("inner.bias"):
-            kept[name] = tensor.index_select(dimension, wanted).contiguous()
+            columns = wanted[wanted < tensor.shape[dimension]]  # fewer where others were added later
+            kept[name] = tensor.index_select(dimension, columns).contiguous()
     return kept
+
+
+def _without_gate(
+    stage: StageSpec, tensors: Mapping[str, Tensor], name: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """A context stage's gates of added experts (see `added`) without `name`: its own gate goes, and its
+    column in the closed forms that know it. Raises InputError where only added experts would stay."""
+    trained, added = split_experts(stage)
+    if trained == [name]:
+        raise InputError(
+            f"'{name}' is the only adapter that the router was trained for",
+            "train it again for those that stay: molora train-router BUNDLE --data NAME=FILE ... --force",
+        )
+    kept = {key: t for key, t in tensors.items() if not key.startswith("added.")}
+    heads: list[str] = []
+    for number, expert in enumerate(added):
+        if expert == name:
+            continue
+        known = [*trained, *added[: number + 1]]
+        columns = torch.tensor([i for i, other in enumerate(known) if other != name])
+        for key, tensor in tensors.items():
+            prefix = f"added.{number}."
+            if not key.startswith(prefix):
+                continue
+            if stage.params["added"][number] == LDA:
+                tensor = tensor.index_select(-1, columns).contiguous()
+            kept[f"added.{len(heads)}.{key[len(prefix) :]}"] = tensor
+        heads.append(stage.params["added"][number])
+    return kept, heads
 
 
 def _params(params: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> dict[str, Any]:

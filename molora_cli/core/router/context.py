@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from molora_cli.core.router.added import read_gates, share_out, split_experts
 from molora_cli.core.router.features import DECAYS, causal_averages, context_features, start_averages
 from molora_cli.core.router.kinds import IdStage, Scores, State, Surroundings, register_kind, stage_tensor
 from molora_cli.errors import InputError
@@ -94,8 +95,8 @@ class ContextStage(IdStage):
     """A trained `context` stage.
 
     tensors: centre (d,), project.weight (p, d), project.bias (p,), inner.*, outer.*, samples (n, d) rows of
-    the embedding it was trained on, and the statistics of training (not read here). params: decays,
-    projection, hidden, scale, sampled ids.
+    the embedding it was trained on, the statistics of training (not read here), and added.* gates of experts
+    that came later. params: decays, projection, hidden, scale, sampled ids, added.
     """
 
     kind = "context"
@@ -113,7 +114,7 @@ class ContextStage(IdStage):
         centre = stage_tensor(tensors, "centre", (around.embedding.shape[1],), self.kind)
         self.net = ContextNet(
             around.embedding.shape[1],
-            len(spec.experts),
+            len(split_experts(spec)[0]),
             projection=params["projection"],
             hidden=params["hidden"],
             decays=params["decays"],
@@ -122,6 +123,9 @@ class ContextStage(IdStage):
         weights = {n: stage_tensor(tensors, n, shape, self.kind).double() for n, shape in shapes.items()}
         self.net.load_state_dict(weights)
         self.net.requires_grad_(False).eval().to(around.device)
+        self.gates = read_gates(spec, tensors, self.net.inner.in_features)
+        for gate in self.gates:
+            gate.to(around.device)
         embedding = around.embedding.to(around.device)
         self.table = project_table(self.net, embedding, centre.to(around.device), params["scale"])  # (V, p)
 
@@ -130,10 +134,16 @@ class ContextStage(IdStage):
 
     @torch.no_grad()
     def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
+        features, after = self.features(ids, mask, state)
+        logp = share_out(self.net(features).log_softmax(-1), features, self.gates)
+        return Scores(logp.unsqueeze(2)), after
+
+    @torch.no_grad()
+    def features(self, ids: Tensor, mask: Tensor | None, state: State) -> tuple[Tensor, State]:
+        """Context features (B, T, F) float64 of the next tokens, and the state after them."""
         # ids outside the table (padding of some processors) are masked or refused by the model itself
         e = self.table[ids.clamp(0, self.table.shape[0] - 1)]  # (B, T, p)
-        features, after = self.net.features(e, mask, state)
-        return Scores(self.net(features).log_softmax(-1).unsqueeze(2)), after
+        return self.net.features(e, mask, state)
 
 
 def _params(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,13 @@ def pack(rows: Iterable[Example]) -> dict[str, str]:
     return {"texts": _packed(texts), "questions": _packed(questions)}
 
 
+def united(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """What `pack` would have given for the rows of both."""
+    return {
+        key: _packed(_unpacked(one.get(key)) | _unpacked(other.get(key))) for key in ("texts", "questions")
+    }
+
+
 class Seen:
     """The documents in a router's header. Old routers have none: `known` is False and nothing is found."""
 

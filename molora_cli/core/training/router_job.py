@@ -57,7 +57,8 @@ _SHOWN_CONFLICTS = 3
 class Job:
     """What the command line asks for. work: folder of the checkpoint, beside the bundle where None; again:
     the command that resumes; metrics: JSON Lines file. loss: "labels", or "lm": heads that labels have
-    trained are tuned through the base's loss, as `lm` says."""
+    trained are tuned through the base's loss, as `lm` says. only: the one adapter to train, in the bundle's
+    context router; see `added_job`."""
 
     data: Sequence[str]
     settings: RouterSettings = field(default_factory=RouterSettings)
@@ -70,6 +71,7 @@ class Job:
     force: bool = False
     metrics: Path | None = None
     again: str = ""
+    only: str | None = None
 
 
 @dataclass
@@ -102,7 +104,7 @@ def train_router(
     fit; router_loop.Interrupted on Ctrl-C.
     """
     _check(bundle, job)
-    domains = _domains(bundle, job.data)
+    domains = read_rows(bundle, job.data)
     warnings = _data_warnings(bundle, domains)
     for text in warnings:
         warn(text)
@@ -115,7 +117,7 @@ def train_router(
     rows = prepare(domains, tokenizer, _row_settings(job), ticker=ticker)
     work = job.work or work_folder(bundle)
     with ExitStack() as stack:
-        record = _recorder(job, stack)
+        record = recorder(job, stack)
         trained, measured = _trained(bundle, job, rows, tokenizer, work, ticker, record)
         trained.spec.tokenizer = bundle.manifest.base.fingerprint.tokenizer
         trained.spec.training["held_out"] = measured.document()
@@ -257,13 +259,14 @@ def _check(bundle: Bundle, job: Job) -> None:
         raise InputError(f"{job.metrics} is there already", "--force replaces it")
 
 
-def _domains(bundle: Bundle, data: Sequence[str]) -> dict[str, list[Example]]:
-    """Rows per expert in the bundle's order; "base" is the model without an adapter."""
+def read_rows(bundle: Bundle, data: Sequence[str], least: int = 2) -> dict[str, list[Example]]:
+    """Rows per expert in the bundle's order, `least` experts or more; "base" is the model without an
+    adapter."""
     specs = [BASE_EXPERT + text[4:] if text.startswith("base=") else text for text in data]
     order = [*bundle.adapters, BASE_EXPERT]
     found = read_domains(specs, known=order)
     domains = {name: found[name] for name in order if name in found}
-    if len(domains) < 2:
+    if len(domains) < least:
         only = next(iter(domains), "")
         raise InputError(
             f"only '{only}' has rows; a router needs two domains or more to choose between",
@@ -286,7 +289,7 @@ def _data_warnings(bundle: Bundle, domains: Mapping[str, Sequence[Example]]) -> 
     return warnings
 
 
-def _recorder(job: Job, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
+def recorder(job: Job, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
     if job.metrics is None:
         return lambda line: None
     file = stack.enter_context(job.metrics.open("a" if job.resume else "w", encoding="utf-8"))

@@ -156,11 +156,13 @@ def prepare(
     tokenizer: Any,
     settings: RouterSettings,
     *,
+    least: int = 2,
     ticker: Ticker = no_ticks,
 ) -> RouterRows:
-    """Rows per expert (two or more) to what training reads. Raises InputError for a domain without tokens."""
+    """Rows per expert (`least` or more) to what training reads. Raises InputError for a domain without
+    tokens."""
     experts = tuple(domains)
-    if len(experts) < 2:
+    if len(experts) < least:
         raise InputError(
             f"a router needs rows of two domains or more, and only '{experts[0]}' has any"
             if experts
