@@ -60,6 +60,7 @@ class AttachRouterSection(RecipeSection):
     data: dict[str, RecipePath] | list[RecipePath] | None = None
     top_k: int | None = None
     temperature: float | None = None
+    margin: float | None = None
     taps: list[int] | None = None
     before: bool = False
     seed: int | None = None
@@ -74,12 +75,17 @@ class TrainRouterSection(RecipeSection):
     steps: int | None = None
     seed: int | None = None
     top_k: int | None = None
+    margin: float | None = None
     val_share: float | None = None
     rows: int | None = None
     mixes: int | None = None
     max_length: int | None = None
     taps: list[int] | None = None
     head: str | None = None
+    loss: str | None = None
+    lm_steps: int | None = None
+    balance: float | None = None
+    z_loss: float | None = None
 
 
 class TrainAdapterSection(RecipeSection):

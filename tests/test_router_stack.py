@@ -220,9 +220,47 @@ def test_stages_share_the_layers() -> None:
     assert decision.route.indices[0, :, :, 0].tolist() == [[0, 1], [0, 1]]
 
 
-def test_a_margin_is_refused_rather_than_ignored() -> None:
+def test_a_margin_is_refused_where_it_cannot_be_kept() -> None:
+    rules = StageSpec(kind="by-table", experts=["math"], margin=0.5, params={"from": 1})
     with pytest.raises(InputError, match="margin"):
-        stack((StageSpec(kind="uniform", experts=["math"], margin=0.5), {}))
+        stack((rules, table([[[0.0]]] * 4)))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_no_switch_below_the_margin(k: int) -> None:
+    """Against a loop over tokens, in one block, in blocks with the state carried over, and with padding."""
+    rng = torch.Generator().manual_seed(k)
+    scores = (torch.randn(50, 1, 3, generator=rng) * 2).log_softmax(-1)
+    spec = StageSpec(kind="by-table", experts=["math", "code", "sql"], k=k, margin=0.4)
+    router = stack((spec, table(scores.tolist())))
+    ids = torch.randint(0, 50, (1, 60), generator=rng)
+    held, wanted, gates = -1, [], []
+    for token in ids[0].tolist():
+        p = scores[token, 0].exp()
+        best = int(p.argmax())
+        held = best if held < 0 or float(p[best] - p[held]) >= 0.4 else held
+        others = sorted((e for e in range(3) if e != held), key=lambda e: -float(p[best if e == best else e]))
+        # the held expert and the best have traded places
+        places = {
+            held: float(p[best]),
+            **{e: float(p[held] if e == best else p[e]) for e in range(3) if e != held},
+        }
+        order = [held, *sorted(others, key=lambda e: -places[e])][:k]
+        wanted.append(order)
+        total = sum(places[e] for e in order)
+        gates.append([places[e] / total for e in order])
+    assert len({e for e, *_ in wanted}) == 3  # it does switch
+    route = router.decide(ids, None, router.start(1))[0].route
+    assert route.indices[0, :, 0].tolist() == wanted
+    torch.testing.assert_close(route.gates[0, :, 0], torch.tensor(gates), rtol=1e-5, atol=1e-6)
+    state, blocks = router.start(1), []
+    for first, end in ((0, 1), (1, 2), (2, 33), (33, 60)):
+        decision, state = router.decide(ids[:, first:end], None, state)
+        blocks.append(decision.route.indices)
+    assert torch.equal(torch.cat(blocks, 1), route.indices)
+    mask = torch.tensor([[False] * 5 + [True] * 55])
+    padded = router.decide(ids, mask, router.start(1))[0].route.indices[:, 5:]
+    assert torch.equal(padded, router.decide(ids[:, 5:], None, router.start(1))[0].route.indices)
 
 
 def test_first_deciding_stage_wins_and_the_base_takes_the_rest() -> None:

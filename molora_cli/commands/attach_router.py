@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "data": [],
     "top_k": None,
     "temperature": None,
+    "margin": None,
     "taps": None,
     "before": False,
     "seed": 0,
@@ -76,6 +77,10 @@ def command(
     ] = None,
     top_k: Annotated[Whole, typer.Option(help="centroid, taps, arrow: adapters per token.")] = None,
     temperature: Annotated[Number, typer.Option(help="centroid, taps, arrow: above 1 softens gates.")] = None,
+    margin: Annotated[
+        Number,
+        typer.Option(help="centroid: keep the token before's adapter where another is less ahead (0)."),
+    ] = None,
     before: Annotated[
         Optional[bool],  # noqa: UP045
         typer.Option("--before", help="vocab: put the rules before the present router."),
@@ -102,7 +107,7 @@ def command(
         "top_k": top_k,
         "taps": options.parse_layers(taps),
     }
-    flags |= {"temperature": temperature, "before": before, "seed": seed}
+    flags |= {"temperature": temperature, "margin": margin, "before": before, "seed": seed}
     for name in ("expert", "data"):
         if isinstance(written.get(name), dict):
             written[name] = [f"{key}={value}" for key, value in written[name].items()]

@@ -75,6 +75,12 @@ def command(
     steps: Annotated[Whole, typer.Option(help="Training steps at most (500).")] = None,
     seed: Annotated[Whole, typer.Option(help="Seed (0); the same one gives the same router.")] = None,
     top_k: Annotated[Whole, typer.Option("--top-k", help="Adapters per token (1).")] = None,
+    margin: Annotated[
+        Number,
+        typer.Option(
+            help="context: keep the token before's adapter where another is less than this ahead (0)."
+        ),
+    ] = None,
     val_share: Annotated[Number, typer.Option(help="Share of documents held out (0.1).")] = None,
     rows: Annotated[Whole, typer.Option(help="Rows per domain at most (1000).")] = None,
     mixes: Annotated[Whole, typer.Option(help="Rows that change domain to make (1600).")] = None,
@@ -107,8 +113,8 @@ def command(
     out = Out(json_mode=json, quiet=quiet)
     written = load_recipe(recipe, "train-router") if recipe is not None else {}
     plain, tuning = RouterSettings(), LmSettings()
-    names = ("steps", "seed", "top_k", "val_share", "rows", "mixes", "max_length")
-    given = dict(zip(names, (steps, seed, top_k, val_share, rows, mixes, max_length), strict=True))
+    names = ("steps", "seed", "top_k", "margin", "val_share", "rows", "mixes", "max_length")
+    given = dict(zip(names, (steps, seed, top_k, margin, val_share, rows, mixes, max_length), strict=True))
     chosen = merge(
         {
             **{**given, "kind": kind, "taps": options.parse_layers(taps), "head": head, "loss": loss},

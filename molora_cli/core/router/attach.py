@@ -36,6 +36,7 @@ _OPTIONS = {
     "taps": ("taps",),
     "top-k": ("centroid", "taps", "arrow"),
     "temperature": ("centroid", "taps", "arrow"),
+    "margin": ("centroid",),
 }
 
 
@@ -50,6 +51,7 @@ class Request:
     data: Sequence[str] = ()
     top_k: int | None = None
     temperature: float | None = None
+    margin: float | None = None
     before: bool = False
     seed: int = 0
     taps: Sequence[int] | None = None
@@ -113,6 +115,7 @@ def _check_request(bundle: Bundle, request: Request, force: bool) -> None:
         "taps": request.taps is not None,
         "top-k": request.top_k is not None,
         "temperature": request.temperature is not None,
+        "margin": request.margin is not None,
     }
     for option, kinds in _OPTIONS.items():
         if given[option] and request.kind not in kinds:
@@ -272,6 +275,7 @@ def _finish(
     """The stage with the settings that were asked for, and what to say of it."""
     stage.k = stage.k if request.top_k is None else request.top_k
     stage.temperature = stage.temperature if request.temperature is None else request.temperature
+    stage.margin = stage.margin if request.margin is None else request.margin
     for name, value in accuracy.items():
         if value is not None and value < 0.7:
             notes.append(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from molora_cli.core.routed.route import BASE, Route
+from molora_cli.core.router.hysteresis import HELD, hold, traded
 from molora_cli.core.router.kinds import BASE_EXPERT, IdStage, LiveStage, Scores, Stage, State
 from molora_cli.errors import MoloraError
 
@@ -50,11 +51,16 @@ class Deciding:
         self.real = everything if mask is None else mask.to(stack.device, torch.bool)  # (B, T)
         self._said: list[Scores | None] = [None] * len(stack.stages)
         self.after: list[State] = []
+        self._held: dict[int, Tensor] = {}  # (B, T, G of the stage), for stages with a margin
         for number, stage in enumerate(stack.stages):
             said, new_state = None, state[number]
             if isinstance(stage, IdStage):
                 found, new_state = stage.score(ids, self.real, state[number])
                 said = self._checked(found, stage)
+                if HELD in state[number]:
+                    before = state[number][HELD]
+                    self._held[number], held = hold(said.logp, self.real, before, stage.spec.margin)
+                    new_state = {**new_state, HELD: held}
             self._said[number] = said
             self.after.append(new_state)
         self._found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -190,7 +196,9 @@ class Deciding:
             assert said is not None  # its tap is at or before the group's own
             logp = said.logp[:, :, own]  # (B, T, E of the stage)
             taken = open_ if said.decided is None else open_ & said.decided
-            chosen, weights = stack.choose(logp, number)
+            held = self._held.get(number)
+            ordered = logp if held is None else traded(logp, held[:, :, own])
+            chosen, weights = stack.choose(ordered, number)
             here = taken.unsqueeze(-1)
             width = chosen.shape[-1]
             if width == stack.k:

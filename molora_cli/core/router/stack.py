@@ -13,6 +13,7 @@ from torch import Tensor
 from molora_cli.core.routed.route import BASE
 from molora_cli.core.router.deciding import MODULES, Deciding, Decision
 from molora_cli.core.router.files import load_tensors, stage_tensors
+from molora_cli.core.router.hysteresis import start_held
 from molora_cli.core.router.kinds import (
     BASE_EXPERT,
     IdStage,
@@ -55,14 +56,15 @@ class RouterStack:
         around = replace(around, device=self.device)
         self.stages: list[Stage] = []
         for index, stage in enumerate(spec.stages):
-            if stage.margin > 0:
-                raise InputError(
-                    f"router stage {index} ({stage.kind}) asks for a margin of {stage.margin}; this molora "
-                    "cannot hold a route back yet",
-                    "set its margin to 0, or use a newer molora",
-                )
             own = {name: t.to(self.device) for name, t in stage_tensors(tensors, index).items()}
-            self.stages.append(kind_class(stage.kind)(stage, own, around))
+            made = kind_class(stage.kind)(stage, own, around)
+            if stage.margin > 0 and (made.abstains or not isinstance(made, IdStage)):
+                # a live stage's state cannot be found again from the ids of a cropped cache
+                raise InputError(
+                    f"router stage {index} ({stage.kind}) asks for a margin of {stage.margin}",
+                    "only gates on token ids hold a route back (context, centroid); set its margin to 0",
+                )
+            self.stages.append(made)
         self.group_ranges = _group_ranges(self.stages)
         # per group: (stage, its own group) of the stages that know its layers, in order
         self.covering = [_covering(self.stages, first) for first, _ in self.group_ranges]
@@ -111,6 +113,11 @@ class RouterStack:
         self._k = value
 
     @property
+    def chosen_k(self) -> int | None:
+        """The k that was set here; None = each stage's own."""
+        return self._k
+
+    @property
     def temperature(self) -> float | None:
         return self._temperature
 
@@ -141,7 +148,13 @@ class RouterStack:
 
     def start(self, batch: int) -> list[State]:
         """State before the first token, one entry per stage; every tensor's first dimension is the batch."""
-        return [stage.start(batch) for stage in self.stages]
+        found = []
+        for stage in self.stages:
+            state = stage.start(batch)
+            if stage.spec.margin > 0:
+                state = start_held(state, batch, stage.groups, self.device)
+            found.append(state)
+        return found
 
     def begin(self, ids: Tensor, mask: Tensor | None, state: list[State]) -> Deciding:
         """The decision about the next block of tokens as far as token ids tell it; `state` is left unchanged.

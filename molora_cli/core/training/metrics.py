@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from molora_cli.core.router.hysteresis import hold, traded
 from molora_cli.core.router.kinds import IdStage
 from molora_cli.core.training.router_rows import MIXED, RouterRows, TokenRow, collate
 
@@ -88,7 +89,11 @@ def stage_score(stage: IdStage) -> Score:
     """How a stage on ids scores whole rows."""
 
     def score(ids: Tensor, mask: Tensor) -> Tensor:
-        return stage.score(ids, mask, stage.start(len(ids)))[0].logp[:, :, 0]
+        logp = stage.score(ids, mask, stage.start(len(ids)))[0].logp
+        if stage.spec.margin > 0:
+            nothing = torch.full((len(ids), logp.shape[2]), -1, device=logp.device)
+            logp = traded(logp, hold(logp, mask, nothing, stage.spec.margin)[0])
+        return logp[:, :, 0]
 
     return score
 

@@ -250,6 +250,11 @@ def _check(bundle: Bundle, job: Job) -> None:
             "--force replaces it",
         )
     settings = job.settings
+    if not 0 <= settings.margin <= 1 or (settings.margin and job.kind != "context"):
+        raise InputError(
+            f"a margin of {settings.margin:g} cannot be for --kind {job.kind}",
+            "it is a difference of probabilities, 0 to 1, of a context router",
+        )
     if settings.steps < 1 or settings.top_k < 1 or not 0 <= settings.val_share < 1:
         raise InputError(
             f"steps {settings.steps}, top-k {settings.top_k} and val-share {settings.val_share} cannot be",

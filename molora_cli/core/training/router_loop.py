@@ -327,6 +327,7 @@ def _finish(
         kind="context",
         experts=list(rows.experts),
         k=settings.top_k,
+        margin=settings.margin,
         params={
             "decays": list(settings.decays),
             "projection": settings.projection,

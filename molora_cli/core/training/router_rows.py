@@ -31,7 +31,7 @@ class RouterSettings:
 
     rows: per domain at most; mixes: rows that change domain, mix_share of a batch; val_share: of a domain's
     documents is held out, val_rows at most; every: steps between evaluations; patience: evaluations without
-    progress before it stops.
+    progress before it stops. margin: see `router.hysteresis`.
     """
 
     steps: int = 500
@@ -53,6 +53,7 @@ class RouterSettings:
     hidden: int = 128
     decays: tuple[float, ...] = DECAYS
     top_k: int = 1
+    margin: float = 0.0
 
     def digest(self) -> str:
         return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()
