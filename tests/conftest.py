@@ -149,3 +149,25 @@ def made_pair(tiny_llama: Path, trio: dict[str, Path], tmp_path_factory: pytest.
 def pair(made_pair: Path, tmp_path: Path) -> Path:
     """A bundle of the adapters one and two, in tmp_path."""
     return Path(shutil.copytree(made_pair, tmp_path / "pair"))
+
+
+@pytest.fixture(scope="session")
+def chat_bundle(
+    tiny_llama: Path, make_adapter: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Two random adapters on the tiny base, not to be changed; ids 64 to 150 take `math`, from 200 on `code`,
+    the others the base."""
+    from molora_cli.core.bundle.store import Bundle
+    from molora_cli.core.compose import Request, compose, plan
+    from molora_cli.core.router.attach import Request as Rules
+    from molora_cli.core.router.attach import attach
+
+    adapters = tuple(
+        (name, str(make_adapter(tiny_llama, name, seed=i))) for i, name in enumerate(("math", "code"))
+    )
+    folder = tmp_path_factory.mktemp("chat") / "bundle"
+    compose(plan(Request(output=folder, adapters=adapters, base=str(tiny_llama))))
+    opened = Bundle.open(folder)
+    made = attach(opened, Rules(kind="vocab", rules=("math=range:64-150", "code=range:200-319"), rest="base"))
+    opened.set_router(made.spec, made.tensors)
+    return folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,16 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from molora_cli.app import main
 from molora_cli.core import generate
 from molora_cli.core.chat_session import ChatSession, Settings
 from molora_cli.core.generate import TokenEvent
 from molora_cli.errors import InputError
-from molora_cli.out import Out
-from molora_cli.views.palette import Palette
-from molora_cli.views.repl import COMMANDS, Repl
 
 LETTERS = "👩‍💻 日本 ď"
 Run = Callable[..., tuple[int, str, str]]
@@ -44,32 +39,16 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
     return call
 
 
-@pytest.fixture(scope="session")
-def bundle(
-    tiny_llama: Path, make_adapter: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """Two random adapters on the tiny base; ids up to 150 take `math`, from 200 on `code`."""
-    from molora_cli.core.bundle.store import Bundle
-    from molora_cli.core.compose import Request, compose, plan
-    from molora_cli.core.router.attach import Request as Rules
-    from molora_cli.core.router.attach import attach
-
-    adapters = tuple(
-        (name, str(make_adapter(tiny_llama, name, seed=i))) for i, name in enumerate(("math", "code"))
-    )
-    folder = tmp_path_factory.mktemp("chat") / "bundle"
-    compose(plan(Request(output=folder, adapters=adapters, base=str(tiny_llama))))
-    opened = Bundle.open(folder)
-    made = attach(opened, Rules(kind="vocab", rules=("math=range:64-150", "code=range:200-319"), rest="base"))
-    opened.set_router(made.spec, made.tensors)
-    return folder
+@pytest.fixture
+def bundle(chat_bundle: Path) -> Path:
+    return chat_bundle
 
 
 @pytest.fixture(scope="session")
-def loaded(bundle: Path) -> Any:
+def loaded(chat_bundle: Path) -> Any:
     from molora_cli import load
 
-    return load(bundle)
+    return load(chat_bundle)
 
 
 @pytest.fixture
@@ -191,85 +170,6 @@ def test_settings_by_name() -> None:
     ]:
         with pytest.raises(InputError):
             settings.set(name, value)
-
-
-# -- slash commands -----------------------------------------------------------
-@pytest.fixture
-def repl(session: ChatSession) -> Repl:
-    out = Out()
-    out.stdout = Console(file=io.StringIO(), width=200)
-    out.stderr = Console(file=io.StringIO(), width=200)
-    return Repl(session, out, Palette(session.model.adapters, out.stdout))
-
-
-def said(repl: Repl, line: str) -> str:
-    file: Any = repl.out.stderr.file
-    file.seek(0)
-    file.truncate()
-    assert repl.handle(line)
-    return str(file.getvalue())
-
-
-def test_every_slash_command_does_something(repl: Repl, tmp_path: Path) -> None:
-    help_text = said(repl, "/help")
-    assert all(f"/{name}" in help_text for name in COMMANDS)
-    assert "5 tokens" in said(repl, "hello")
-    assert "token 2" in said(repl, "/why 2")
-    assert "5 tokens in 1 answers" in said(repl, "/stats")
-    assert "5 tokens" in said(repl, "/regen")
-    assert "temperature is 0.5" in said(repl, "/set temperature 0.5")
-    assert "be brief" in said(repl, "/system be brief")
-    shown = said(repl, "/show")
-    assert "be brief" in shown and "0.5" in shown
-    said(repl, "/mute math")
-    assert repl.session.model.muted == {"math"}
-    assert "muted" in said(repl, "/show")
-    said(repl, "/auto")
-    assert repl.session.model.muted == frozenset()
-    said(repl, "/only code")
-    assert "code 100 %" in said(repl, "and now?")
-    assert "the route was fixed" in said(repl, "/why 1")
-    file = tmp_path / "talk.json"
-    said(repl, f"/save {file}")
-    said(repl, "/clear")
-    assert repl.session.conversation.turns == []
-    assert "4 turns" in said(repl, f"/load {file}")
-    assert "(none)" in said(repl, "/system none")
-    assert repl.handle("/exit") is False
-
-
-def test_why_names_scores_runner_up_and_margin(repl: Repl) -> None:
-    said(repl, "hello")
-    text = said(repl, "/why 1")
-    # the answer's first token was decided at the newline that the template ends with, id 201: code's range
-    assert "code at gate 1.00" in text
-    assert re.search(r"code +1\.000", text) and "margin" in text
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("/hepl", "did you mean /help"),
-        ("/xyzzy", "/help lists"),
-        ("/only", "needs NAME"),
-        ("/only nobody", "nobody"),
-        ("/mute nobody", "nobody"),
-        ("/why 1", "no answer yet"),
-        ("/set heat 3", "heat"),
-        ("/load nowhere.json", "cannot read"),
-    ],
-)
-def test_a_wrong_command_says_what_is_right(repl: Repl, line: str, reason: str) -> None:
-    with pytest.raises(InputError) as caught:
-        repl.handle(line)
-    assert reason in str(caught.value)
-
-
-def test_why_beyond_the_answer_says_its_length(repl: Repl) -> None:
-    said(repl, "hello")
-    for number in ("0", "6", "x", "²"):
-        with pytest.raises(InputError, match="1 to 5"):
-            repl.handle(f"/why {number}")
 
 
 # -- the command --------------------------------------------------------------

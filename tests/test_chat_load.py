@@ -1,4 +1,4 @@
-"""An adapter that joins a model in use: it computes what a model with all adapters from the start computes."""
+"""An adapter that joins a model in use computes what a model with all adapters from the start computes."""
 
 from __future__ import annotations
 

@@ -19,25 +19,9 @@ START = "from molora_cli.app import main; main()"
 ENDLESS = ("--max-new-tokens", "200", "--ignore-eos")
 
 
-@pytest.fixture(scope="session")
-def bundle(
-    tiny_llama: Path, make_adapter: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """Two random adapters on the tiny base; ids up to 150 take `math`, from 200 on `code`."""
-    from molora_cli.core.bundle.store import Bundle
-    from molora_cli.core.compose import Request, compose, plan
-    from molora_cli.core.router.attach import Request as Rules
-    from molora_cli.core.router.attach import attach
-
-    adapters = tuple(
-        (name, str(make_adapter(tiny_llama, name, seed=i))) for i, name in enumerate(("math", "code"))
-    )
-    folder = tmp_path_factory.mktemp("chat") / "bundle"
-    compose(plan(Request(output=folder, adapters=adapters, base=str(tiny_llama))))
-    opened = Bundle.open(folder)
-    made = attach(opened, Rules(kind="vocab", rules=("math=range:64-150", "code=range:200-319"), rest="base"))
-    opened.set_router(made.spec, made.tensors)
-    return folder
+@pytest.fixture
+def bundle(chat_bundle: Path) -> Path:
+    return chat_bundle
 
 
 class Terminal:

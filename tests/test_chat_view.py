@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from molora_cli.core.conversation import Conversation
+from molora_cli.core.conversation import Conversation, load
 from molora_cli.core.generate import TokenEvent, TokenRoute
 from molora_cli.errors import InputError
 from molora_cli.views.chat import AnswerPrinter
@@ -115,7 +115,9 @@ def test_the_oldest_turns_leave_first_and_the_system_text_stays() -> None:
     assert (len(ids), dropped) == (7, 3)
     assert [turn["content"] for turn in talk.turns] == ["question 3", "answer", "last question"]
     assert talk.messages()[0] == {"role": "system", "content": "be brief"}
-    assert talk.fit(words, context=3, reserve=1)[1] == 1
+    # two old turns and a question that does not fit by itself: nothing is dropped for it
+    assert talk.fit(words, context=4, reserve=1) == ([0] * 4, 0)
+    assert talk.fit(words, context=6, reserve=1)[1] == 1
     assert [turn["content"] for turn in talk.turns] == ["last question"]
     assert talk.fit(words, context=None, reserve=1) == ([0] * 4, 0)
 
@@ -125,7 +127,7 @@ def test_a_conversation_is_saved_and_taken_up(tmp_path: Path) -> None:
     talk.add("user", "a \ud83d lone surrogate, " + LETTERS)
     file = tmp_path / "talk.json"
     talk.save(file, {"settings": {}})
-    assert Conversation.load(file) == talk
+    assert load(file).conversation == talk
     assert "\ufffd" in talk.turns[0]["content"]
     with pytest.raises(InputError, match="exists"):
         talk.save(file, {})
@@ -151,6 +153,6 @@ def test_a_damaged_conversation_is_refused(tmp_path: Path, body: str, reason: st
     file = tmp_path / "talk.json"
     file.write_text(body)
     with pytest.raises(InputError, match=reason):
-        Conversation.load(file)
+        load(file)
     with pytest.raises(InputError, match="cannot read"):
-        Conversation.load(tmp_path / "none.json")
+        load(tmp_path / "none.json")

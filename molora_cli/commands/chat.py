@@ -17,6 +17,7 @@ from molora_cli.text import argument_text
 if TYPE_CHECKING:
     from molora_cli.core.bundle.store import Bundle
     from molora_cli.core.chat_session import ChatSession
+    from molora_cli.core.conversation import Saved
     from molora_cli.views.palette import Palette
 
 # Typer resolves these annotations at run time, on Python 3.10 too, so they are spelt with Optional
@@ -30,6 +31,7 @@ Examples:
   molora chat my-bundle --prompt "Count users by country in SQL, then explain the query."
   echo "What is 17 * 24?" | molora chat my-bundle --route off --json
 """
+_SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
 
 
 def register(app: typer.Typer) -> None:
@@ -38,6 +40,7 @@ def register(app: typer.Typer) -> None:
 
 
 def command(
+    context: typer.Context,
     bundle: Annotated[File, typer.Argument(help="Folder of a bundle; without it the default one.")] = None,
     prompt: Annotated[
         Names,
@@ -45,6 +48,12 @@ def command(
             "--prompt",
             "-p",
             help="Answer this and exit; given again, the next turn. A piped standard input does the same.",
+        ),
+    ] = None,
+    resume: Annotated[
+        File,
+        typer.Option(
+            help="Take up a conversation that /save wrote, with its settings; options given here go first."
         ),
     ] = None,
     system: Annotated[Text, typer.Option(help="System text.")] = None,
@@ -71,16 +80,21 @@ def command(
 ) -> None:
     """Talk to a bundle: the answer streams in, every token in the colour of the adapter that made it."""
     from molora_cli.core.bundle.store import Bundle, default_bundle
-    from molora_cli.core.chat_session import ChatSession, Settings
+    from molora_cli.core.chat_session import ChatSession
+    from molora_cli.core.chat_settings import Settings
+    from molora_cli.core.conversation import load as load_conversation
     from molora_cli.views.palette import Palette
 
     out = Out(json_mode=json, quiet=quiet)
     out.stdout.no_color = out.stdout.no_color or no_colour
     out.stderr.no_color = out.stderr.no_color or no_colour
+    given = {name for name in context.params if _is_given(context, name)}
     settings = Settings(max_new_tokens, temperature, top_p, top_k, seed, ignore_eos)
     settings.check()
     questions = _questions(prompt, json)
+    saved = load_conversation(resume.expanduser()) if resume else None
     opened = Bundle.open(bundle or default_bundle(), base)
+    route = route if "route" in given else _saved_route(saved, opened, route)
     _check_routing(opened, route, mute or [])
     out.note(f"loading {opened.path} ...")
 
@@ -101,8 +115,15 @@ def command(
     if chat_template:
         use_template_file(need_tokenizer(model.tokenizer), chat_template)
     session = ChatSession(model, plain=plain, notify=out.warn)
-    session.settings, session.route = settings, route
-    session.conversation.system = None if system is None else argument_text(system)
+    session.settings = settings
+    if saved and resume:
+        for left in session.resume(saved, resume.expanduser()):
+            out.warn(left)
+        for name in given.intersection(_SAMPLING):
+            setattr(session.settings, name, getattr(settings, name))
+    session.route = route
+    if system is not None:
+        session.conversation.system = argument_text(system)
     if mute:
         model.muted = frozenset(mute)
     palette = Palette(model.adapters, out.stdout)
@@ -115,6 +136,19 @@ def command(
         from molora_cli.views.repl import Repl
 
         Repl(session, out, palette).run()
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was written on the command line, and is not its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _saved_route(saved: Saved | None, bundle: Bundle, default: str) -> str:
+    """The route of a saved conversation where this bundle has it, else `default`."""
+    route = saved.routing.get("route") if saved else None
+    known = route == "off" or route in bundle.adapters or (route == "auto" and bundle.router_spec is not None)
+    return str(route) if known else default
 
 
 def _questions(prompts: list[str] | None, json: bool) -> list[str]:
@@ -160,6 +194,6 @@ def _answer_once(session: ChatSession, question: str, out: Out, palette: Palette
                 printer.token(event)
         finally:
             printer.end()
-    if printer.marks and not out.quiet:
+    if out.stdout.is_terminal and not out.quiet:
         out.stderr.print(palette.legend(width=out.stderr.width))
     out.note(statistics(session.last, palette))

@@ -3,86 +3,32 @@ asked."""
 
 from __future__ import annotations
 
-import math
+import random
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from molora_cli.core.conversation import Conversation
+from molora_cli.core.chat_settings import Settings, number
+from molora_cli.core.conversation import Conversation, Saved
 from molora_cli.errors import InputError, MoloraError
 from molora_cli.text import shorten
 
 if TYPE_CHECKING:
     from molora_cli.core.generate import DecodeCache, TokenEvent
+    from molora_cli.core.trace import Trace
 
 Notify = Callable[[str], None]
 
 
 @dataclass
-class Settings:
-    """How answers are drawn; see `core.generate.stream`."""
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    ignore_eos: bool = False
-
-    def set(self, name: str, text: str) -> None:
-        """Set one by its name, hyphens or underscores. Raises InputError: unknown, or not a usable value."""
-        key = name.replace("-", "_")
-        checks: dict[str, Callable[[str], Any]] = {
-            "max_new_tokens": lambda t: _number(name, t, int, 1),
-            "temperature": lambda t: _number(name, t, float, 0),
-            "top_p": lambda t: _number(name, t, float, 1e-9, 1),
-            "top_k": lambda t: _number(name, t, int, 0),
-            "seed": lambda t: None if t == "none" else _number(name, t, int, 0),
-            "ignore_eos": lambda t: _switch(name, t),
-        }
-        if key not in checks:
-            raise InputError(
-                f"there is no setting '{shorten(name, 40)}'", f"settings are: {', '.join(checks)}"
-            )
-        setattr(self, key, checks[key](text))
-
-    def check(self) -> None:
-        """Raises InputError for a value out of range."""
-        for name, value in self.shown().items():
-            if isinstance(value, bool):
-                continue
-            self.set(name, "none" if value is None else str(value))
-
-    def shown(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-def _number(name: str, text: str, kind: type, low: float, high: float = math.inf) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not (low <= value <= high) or value == math.inf:
-        what = "whole number" if kind is int else "number"
-        least = "above 0" if 0 < low < 1 else f"of at least {low:g}"
-        most = "" if high == math.inf else f" and at most {high:g}"
-        raise InputError(f"{name} is '{shorten(text, 40)}'", f"give a {what} {least}{most}")
-    return value
-
-
-def _switch(name: str, text: str) -> bool:
-    if text.lower() in ("on", "off"):
-        return text.lower() == "on"
-    raise InputError(f"{name} is '{shorten(text, 40)}'", "give on or off")
-
-
-@dataclass
 class Answer:
-    """What became of one question. stop: "stop" (end of turn), "length", "context", or "interrupted"."""
+    """What became of one question. prompt: token ids; stop: "stop" (end of turn), "length", "context", or
+    "interrupted"."""
 
     events: list[TokenEvent] = field(default_factory=list)
-    prompt_tokens: int = 0
+    prompt: list[int] = field(default_factory=list)
     seconds: float = 0.0
     first_token_seconds: float = 0.0
     stop: str = "interrupted"
@@ -90,6 +36,10 @@ class Answer:
     @property
     def text(self) -> str:
         return "".join(event.text for event in self.events)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
 
     @property
     def tokens_per_second(self) -> float:
@@ -113,7 +63,8 @@ class ChatSession:
     """A conversation with a routed model.
 
     route: "auto", "off" or an adapter's name. plain: prompts are continued as text, each on its own, without
-    chat template. notify: told of what a user should know (old turns dropped, answer cut).
+    chat template. notify: told of what a user should know (old turns dropped, answer cut). file: where the
+    conversation was saved or taken from last.
     """
 
     def __init__(self, model: Any, *, plain: bool = False, notify: Notify = lambda message: None) -> None:
@@ -123,13 +74,14 @@ class ChatSession:
         self.conversation = Conversation()
         self.settings = Settings()
         self.route = "auto"
+        self.file: Path | None = None
         self.last = Answer()
         self.all_events: list[TokenEvent] = []
         self.seconds = 0.0
         self.answers = 0
         self._attempt = 0
         self._cache: DecodeCache | None = None
-        self._stop: frozenset[int] = frozenset()
+        self._stop: frozenset[int] | None = None
         self._told: set[str] = set()
 
     # -- routing ------------------------------------------------------------
@@ -158,11 +110,100 @@ class ChatSession:
         if self.model.muted:
             self.model.muted = frozenset()
 
+    def set(self, name: str, text: str) -> str:
+        """Change a setting of sampling, or `router-temperature` ("none" = what its file says); returns the
+        value as it is now. Raises InputError."""
+        if name.replace("-", "_") == "router_temperature":
+            self.model.temperature = None if text == "none" else number(name, text, float, 1e-9)
+            return "what the router's file says" if text == "none" else f"{self.model.temperature:g}"
+        self.settings.set(name, text)
+        return str(self.settings.shown()[name.replace("-", "_")])
+
+    def set_topk(self, text: str) -> int:
+        """How many adapters the router may give a token; returns what it gives. Raises InputError."""
+        self.model.topk = number("topk", text, int, 1, 4096)
+        return int(self.model.topk)
+
+    def routing(self) -> dict[str, Any]:
+        """The routing as a saved conversation keeps it. topk and temperature: the router's, None = as in its
+        file."""
+        router = self.model.router
+        return {
+            "route": self.route,
+            "muted": sorted(self.model.muted),
+            "topk": None if router is None else router.chosen_k,
+            "temperature": self.model.temperature,
+        }
+
+    # -- the conversation ---------------------------------------------------
     def clear(self) -> None:
         """Forget what was said; the system text, the settings and the routing stay."""
         self.conversation.turns = []
         self.last = Answer()
         self.all_events, self.seconds, self.answers = [], 0.0, 0
+
+    def save(self, path: Path) -> None:
+        """Write conversation, settings and routing; over `file` without asking, over nothing else. Raises
+        InputError."""
+        about = {
+            "bundle": str(self.model.bundle.path) if self.model.bundle else None,
+            "settings": self.settings.shown(),
+            "routing": self.routing(),
+        }
+        own = self.file is not None and self.file.resolve() == path.resolve()
+        self.conversation.save(path, about, force=own)
+        self.file = path
+
+    def resume(self, saved: Saved, path: Path) -> list[str]:
+        """Take up what `save` wrote to `path`: the conversation, its settings and its routing.
+
+        Returns what could not be taken over.
+        """
+        settings, left = Settings(), []
+        for name, value in saved.settings.items():
+            try:
+                settings.set(name, "none" if value is None else str(value))
+            except InputError as error:
+                left.append(f"{error.message}: left as it is")
+        self.clear()
+        self.conversation, self.settings, self.file = saved.conversation, settings, path
+        return [*left, *self._take_routing(saved.routing)]
+
+    def _take_routing(self, routing: dict[str, Any]) -> list[str]:
+        left: list[str] = []
+
+        def attempt(change: Callable[[], object]) -> None:
+            try:
+                change()
+            except InputError as error:
+                left.append(f"{error.message}: the routing of now stays")
+
+        model, route = self.model, routing.get("route")
+        if isinstance(route, str) and not (route == "auto" and model.router is None):
+            attempt(lambda: self.only(route) if route != "auto" else self.auto())
+        if model.router is None:
+            return left
+        muted, topk, temperature = (routing.get(key) for key in ("muted", "topk", "temperature"))
+        if isinstance(muted, list):
+            attempt(lambda: setattr(model, "muted", frozenset(map(str, muted))))
+        attempt(lambda: setattr(model, "topk", topk))
+        if temperature is None or isinstance(temperature, int | float):
+            attempt(lambda: setattr(model, "temperature", temperature))
+        return left
+
+    def trace(self) -> Trace:
+        """The routes of the last answer and of the conversation before it. Raises InputError: no answer."""
+        from molora_cli.core.chat_trace import held_trace
+
+        if self._cache is None or not self.last.events:
+            raise InputError("there is no answer yet", "ask something first")
+        messages = None if self.plain else self.conversation.messages()
+        return held_trace(self.model, self._cache.past, messages)
+
+    def read_before(self, number: int) -> list[int]:
+        """Ids that had been read when token `number` (from 1) of the last answer was decided."""
+        answer = [event.id for event in self.last.events[: number - 1]]
+        return [*self.last.prompt, *answer]
 
     # -- answers ------------------------------------------------------------
     def ask(self, text: str) -> Generator[TokenEvent, None, None]:
@@ -183,63 +224,98 @@ class ChatSession:
         self._attempt += 1
         return self._answer(before)
 
+    def compare(
+        self, name: str, text: str | None = None
+    ) -> list[tuple[str, Generator[TokenEvent, None, str]]]:
+        """The last question, or `text` as the next one, answered under the routing of now and under `name`
+        ("base", "auto" or an adapter): (routing, events) of each, to be read in turns.
+
+        Both draw with the same seed. The conversation, its cache and the last answer stay as they are. Raises
+        InputError: no question, one that does not fit, an unknown name, or twice the same routing.
+        """
+        from molora_cli.core.generate import DecodeCache, check_route
+
+        other = check_route(self.model, "off" if name in ("base", "off") else name)
+        if other == self.route:
+            raise InputError(
+                f"every token takes {name} now, on both sides", "/auto first, or compare with another adapter"
+            )
+        if other == "auto" and self.model.router is None:
+            raise InputError("there is no router to compare with", "compare with an adapter, or with base")
+        talk = Conversation(self.conversation.system, list(self.conversation.turns))
+        if text is not None:
+            talk.add("user", text)
+        elif not talk.take_back_answer():
+            raise InputError("there is no question to answer again", "ask one, or /compare base QUESTION")
+        ids = self._prompt_ids(talk)
+        seed = random.randrange(2**31) if self._seed is None else self._seed
+        return [(route, self._events(ids, route, seed, DecodeCache())) for route in (self.route, other)]
+
     def _answer(self, before: list[dict[str, str]]) -> Generator[TokenEvent, None, None]:
         """Answer the open question. before: the turns to go back to where that fails."""
+        from molora_cli.core.generate import DecodeCache
+
         try:
-            ids = self._prompt_ids()
-            events = self._events(ids)
+            ids = self._prompt_ids(self.conversation)
+            if self._cache is None:
+                self._cache = DecodeCache()
+            events = self._events(ids, self.route, self._seed, self._cache)
         except MoloraError:
             self.conversation.turns = before
             raise
-        return self._record(events, len(ids), before)
+        return self._record(events, ids, before)
+
+    @property
+    def _seed(self) -> int | None:
+        return None if self.settings.seed is None else self.settings.seed + self._attempt
 
     def _notify_once(self, message: str) -> None:
         if message not in self._told:
             self._told.add(message)
             self.notify(message)
 
-    def _prompt_ids(self) -> list[int]:
+    def _prompt_ids(self, talk: Conversation) -> list[int]:
         from molora_cli.core.generate import context_length, encode_prompt
 
         if self.plain:
-            return encode_prompt(self.model, self.conversation.turns[-1]["content"])
+            return encode_prompt(self.model, talk.turns[-1]["content"])
         context = context_length(self.model.base.config)
-        ids, dropped = self.conversation.fit(
+        ids, dropped = talk.fit(
             lambda messages: encode_prompt(self.model, messages, self._notify_once),
             context,
             self.settings.max_new_tokens,
         )
-        if dropped:
+        if dropped and talk is self.conversation:
             turns = (
                 "the oldest question and its answer" if dropped == 1 else f"the {dropped} oldest questions"
             )
             self.notify(f"the conversation filled the context of {context} tokens: {turns} left it")
         return ids
 
-    def _events(self, ids: list[int]) -> Generator[TokenEvent, None, str]:
-        from molora_cli.core.generate import DecodeCache, Sampler, stop_ids, stream_ids
+    def _events(
+        self, ids: list[int], route: str, seed: int | None, cache: DecodeCache
+    ) -> Generator[TokenEvent, None, str]:
+        from molora_cli.core.generate import Sampler, stop_ids, stream_ids
 
-        if self._cache is None:
-            self._cache = DecodeCache()
+        if self._stop is None:
             self._stop = frozenset(stop_ids(self.model))
         own = self.settings
-        seed = None if own.seed is None else own.seed + self._attempt
         return stream_ids(
             self.model,
             ids,
-            route=self.route,
+            route=route,
             max_new_tokens=own.max_new_tokens,
             sampler=Sampler(own.temperature, own.top_p, own.top_k, seed),
             stop=frozenset() if own.ignore_eos else self._stop,
-            cache=self._cache,
+            cache=cache,
             notify=self.notify,
         )
 
     def _record(
-        self, events: Generator[TokenEvent, None, str], prompt_tokens: int, before: list[dict[str, str]]
+        self, events: Generator[TokenEvent, None, str], prompt: list[int], before: list[dict[str, str]]
     ) -> Generator[TokenEvent, None, None]:
         """Hand the events on; put the answer into the history, also where the reader stops early."""
-        answer = self.last = Answer(prompt_tokens=prompt_tokens)
+        answer = self.last = Answer(prompt=prompt)
         start = time.perf_counter()
         try:
             while True:

@@ -4,72 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import signal
-from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from rich.text import Text
 
-from molora_cli.core.chat_session import ChatSession, shares
-from molora_cli.core.conversation import Conversation
+from molora_cli.core.chat_session import ChatSession
 from molora_cli.errors import InputError, MoloraError
 from molora_cli.out import Out
 from molora_cli.text import printable, shorten
-from molora_cli.views.chat import AnswerPrinter, statistics, why
+from molora_cli.views.chat import AnswerPrinter, share_bars, statistics
+from molora_cli.views.interrupt import interruptible
 from molora_cli.views.palette import Palette
+from molora_cli.views.repl_commands import ALIASES, COMMANDS, ROUTINGS, tell_resumed
 
 if TYPE_CHECKING:
     from molora_cli.core.generate import TokenEvent
 
 _QUOTES = '"""'
-
-
-class Command(NamedTuple):
-    """A slash command: what follows its name, and one line of help."""
-
-    argument: str
-    help: str
-
-
-COMMANDS = {
-    "help": Command("", "this list"),
-    "exit": Command("", "leave (also Ctrl-D)"),
-    "clear": Command("", "forget the conversation, keep system text and settings"),
-    "regen": Command("", "answer the last question again"),
-    "system": Command("[TEXT]", "show or set the system text; /system none takes it away"),
-    "set": Command("NAME VALUE", "change a setting, say /set temperature 0.7"),
-    "show": Command("", "settings, routing and system text"),
-    "only": Command("NAME", "one adapter on every token; base for none"),
-    "mute": Command("NAME", "the router chooses among the others"),
-    "auto": Command("", "the router chooses among all adapters"),
-    "why": Command("N", "explain the route of token N of the last answer"),
-    "stats": Command("", "tokens, speed and shares so far"),
-    "save": Command("FILE", "save the conversation as JSON"),
-    "load": Command("FILE", "take up a saved conversation"),
-}
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Within, the first Ctrl-C only sets a flag (the yielded function reads it), the second raises.
-
-    An answer stops between two tokens, so that the keys and values kept for the next one stay whole.
-    """
-    hits = 0
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal hits
-        hits += 1
-        if hits > 1:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield lambda: hits > 0
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class LineReader(Protocol):
@@ -86,38 +39,43 @@ class PlainReader:
 
     unfinished = False
 
+    def __init__(self, out: Out) -> None:
+        self._out = out
+
     def read(self, prompt: str) -> str:
-        return input(prompt)
+        """One entry. Raises EOFError, KeyboardInterrupt, and InputError for a line that the terminal cut."""
+        from molora_cli.views.pasting import read_pasted
+
+        self._out.stderr.file.write(prompt)
+        self._out.stderr.file.flush()
+        text, cut = read_pasted(sys.stdin)
+        if cut:
+            raise InputError(
+                "the line reached what this terminal keeps of one, 4095 bytes, and its end may be gone",
+                "break it into lines, or pipe it in: molora chat BUNDLE < FILE",
+            )
+        return text
 
 
 class Repl:
-    """Reads questions and slash commands until the user leaves. Answers go to stdout, all else to stderr."""
+    """Reads questions and slash commands until the user leaves. Answers go to stdout, all else to stderr.
+
+    routing: how routes are shown in answers, one of ROUTINGS.
+    """
 
     def __init__(self, session: ChatSession, out: Out, palette: Palette) -> None:
         self.session = session
         self.out = out
         self.palette = palette
-        self._actions: dict[str, Callable[[str], None]] = {
-            "help": self._help,
-            "clear": self._clear,
-            "regen": lambda argument: self._answer(self.session.regenerate),
-            "system": self._system,
-            "set": self._set,
-            "show": self._show,
-            "only": self._only,
-            "mute": self._mute,
-            "auto": self._auto,
-            "why": self._why,
-            "stats": self._stats,
-            "save": self._save,
-            "load": self._load,
-        }
+        self.routing = ROUTINGS[1]
 
     def run(self) -> None:
         """Until /exit or Ctrl-D. Raises KeyboardInterrupt at the second Ctrl-C in a row at an empty
         prompt."""
         editor = self._editor()
-        self.say(self.palette.legend(width=self.out.stderr.width))
+        self.show_legend()
+        if self.session.conversation.turns:
+            tell_resumed(self)
         self.out.note('/help lists the commands; """ opens a text of several lines; Ctrl-D leaves')
         warned = False
         while True:
@@ -133,21 +91,36 @@ class Repl:
                 continue
             except EOFError:
                 return
+            except MoloraError as error:
+                self.out.error(error)
+                continue
             warned = False
             try:
                 if not self.handle(line):
                     return
             except MoloraError as error:
                 self.out.error(error)
+            except KeyboardInterrupt:
+                self.out.note("stopped")
 
     def _editor(self) -> LineReader:
         if self.out.stderr.is_dumb_terminal:
-            return PlainReader()
+            return PlainReader(self.out)
         from molora_cli.views.prompt import Editor
 
+        return Editor(self._words)
+
+    def _words(self) -> Mapping[str, Sequence[str]]:
+        """What may follow each command, for the completion."""
         adapters = self.session.model.adapters
-        known = {"only": (*adapters, "base"), "mute": adapters, "set": tuple(self.session.settings.shown())}
-        return Editor({name: known.get(name, ()) for name in COMMANDS})
+        known: dict[str, Sequence[str]] = {
+            "only": (*adapters, "base"),
+            "compare": ("base", *adapters),
+            "mute": adapters,
+            "set": (*self.session.settings.shown(), "router-temperature"),
+            "routing": ROUTINGS,
+        }
+        return {name: known.get(name, ()) for name in COMMANDS}
 
     def _read(self, editor: LineReader) -> str:
         text = editor.read("> ")
@@ -163,31 +136,41 @@ class Repl:
         if not line.strip():
             return True
         if not line.startswith("/"):
-            self._answer(lambda: self.session.ask(line.strip()))
+            self.answer(lambda: self.session.ask(line.strip()))
             return True
-        name, _, argument = line[1:].partition(" ")
-        name = name.strip().lower()
+        name, argument = ([*line[1:].split(maxsplit=1), "", ""])[:2]
+        name = ALIASES.get(name.lower(), name.lower())
         if name == "exit":
             return False
-        if name not in self._actions:
+        if name not in COMMANDS:
             close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
             hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
-            raise InputError(f"there is no command '/{shorten(name, 40)}'", hint)
-        argument = argument.strip()
-        wanted = COMMANDS[name].argument
-        if not argument and wanted and not wanted.startswith("["):
-            raise InputError(f"/{name} needs {wanted}", f"write /{name} {wanted}: {COMMANDS[name].help}")
-        self._actions[name](argument)
+            raise InputError(
+                f"there is no command '/{shorten(name, 40)}'",
+                f"{hint} (for a question that begins with /, write a space before it)",
+            )
+        command, argument = COMMANDS[name], argument.strip()
+        if not argument and command.argument and not command.argument.startswith("["):
+            raise InputError(
+                f"/{name} needs {command.argument}", f"write /{name} {command.argument}: {command.help}"
+            )
+        if argument and not command.argument:
+            raise InputError(f"/{name} takes nothing after it", f"/{name}: {command.help}")
+        command.action(self, argument)
         return True
 
+    # -- what commands use --------------------------------------------------
     def say(self, text: Text | str) -> None:
         """Something for the reader that is no answer."""
         self.out.stderr.print(Text(printable(text, keep="\n")) if isinstance(text, str) else text)
 
-    # -- answers ------------------------------------------------------------
-    def _answer(self, start: Callable[[], Generator[TokenEvent, None, None]]) -> None:
+    def show_legend(self) -> None:
+        """Every adapter with its colour or letter."""
+        self.say(self.palette.legend(width=self.out.stderr.width))
+
+    def answer(self, start: Callable[[], Generator[TokenEvent, None, None]]) -> None:
         """Show the answer that `start` begins. All of it counts as answering for Ctrl-C, from reading on."""
-        printer = AnswerPrinter(self.out.stdout, self.palette)
+        printer = AnswerPrinter(self.out.stdout, self.palette, marks=self.routing != "off")
         with interruptible() as stopped:
             with contextlib.closing(start()) as events:
                 try:
@@ -200,76 +183,8 @@ class Repl:
             answer = self.session.last
             if not answer.text.strip():
                 self.out.note("(an empty answer)")
-            self.out.note(statistics(answer, self.palette))
+            if self.routing == "bars" and answer.events:
+                self.say(share_bars(answer.events, self.palette, self.out.stderr.width))
+            self.out.note(statistics(answer, self.palette, routes=self.routing == "colour"))
             if answer.stop == "interrupted":
                 self.out.note("stopped; what came so far stays in the conversation, /regen answers again")
-
-    # -- commands -----------------------------------------------------------
-    def _help(self, argument: str) -> None:
-        rows = {f"/{name} {command.argument}".strip(): command.help for name, command in COMMANDS.items()}
-        size = max(map(len, rows))
-        self.say("\n".join(f"{usage:<{size}}  {text}" for usage, text in rows.items()))
-
-    def _clear(self, argument: str) -> None:
-        self.session.clear()
-        self.out.note("the conversation is empty")
-
-    def _system(self, argument: str) -> None:
-        conversation = self.session.conversation
-        if argument:
-            conversation.system = None if argument == "none" else argument
-        self.say(f"system: {conversation.system or '(none)'}")
-
-    def _set(self, argument: str) -> None:
-        name, _, value = argument.replace("=", " ").partition(" ")
-        self.session.settings.set(name, value.strip())
-        self.out.note(f"{name} is {value.strip()}")
-
-    def _show(self, argument: str) -> None:
-        session = self.session
-        rows: dict[str, Any] = {**session.settings.shown(), "route": session.route}
-        if session.model.muted:
-            rows["muted"] = ", ".join(sorted(session.model.muted))
-        rows["system"] = session.conversation.system or "(none)"
-        rows["turns"] = len(session.conversation.turns)
-        size = max(map(len, rows))
-        self.say("\n".join(f"{name:<{size}}  {value}" for name, value in rows.items()))
-
-    def _only(self, argument: str) -> None:
-        self.session.only(argument)
-        self.out.note(f"every token takes {argument} now; /auto gives the choice back to the router")
-
-    def _mute(self, argument: str) -> None:
-        self.session.mute(argument)
-        self.out.note(f"muted: {', '.join(sorted(self.session.model.muted))}; /auto unmutes")
-
-    def _auto(self, argument: str) -> None:
-        self.session.auto()
-        self.out.note("the router chooses among all adapters")
-
-    def _why(self, argument: str) -> None:
-        events = self.session.last.events
-        if not events:
-            raise InputError("there is no answer yet", "ask something first")
-        if not argument.isdecimal() or not 1 <= int(argument) <= len(events):
-            raise InputError(f"the last answer has tokens 1 to {len(events)}", "/why N takes one of these")
-        number = int(argument)
-        self.say(why(events[number - 1], number, self.palette, self.session.model.muted))
-
-    def _stats(self, argument: str) -> None:
-        session = self.session
-        count = len(session.all_events)
-        speed = f", {count / session.seconds:.1f} tokens/s with reading" if session.seconds else ""
-        self.say(f"{count} tokens in {session.answers} answers{speed}")
-        self.say(self.palette.legend(shares(session.all_events), width=self.out.stderr.width))
-
-    def _save(self, argument: str) -> None:
-        path = Path(argument).expanduser()
-        self.session.conversation.save(path, {"settings": self.session.settings.shown()})
-        self.out.note(f"saved as {path}")
-
-    def _load(self, argument: str) -> None:
-        conversation = Conversation.load(Path(argument).expanduser())
-        self.session.clear()
-        self.session.conversation = conversation
-        self.out.note(f"{len(conversation.turns)} turns taken up")

@@ -9,6 +9,7 @@ import hashlib
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,14 @@ class TensorFile:
         info = self.infos[name]
         if info.count == 0:
             return np.zeros(info.shape, _NUMPY[info.dtype])
-        flat = np.memmap(
-            self.path, dtype=_NUMPY[info.dtype], mode="r", offset=info.start, shape=(info.count,)
-        )
+        dtype = np.dtype(_NUMPY[info.dtype])
+        flat = self._mapped[info.start : info.start + info.count * dtype.itemsize].view(dtype)
         return flat.reshape(info.shape)
+
+    @cached_property
+    def _mapped(self) -> NDArray[np.uint8]:
+        """The whole file, mapped once: a mapping for each tensor takes longer than to read a small one."""
+        return np.memmap(self.path, dtype=np.uint8, mode="r")
 
     def floats(self, name: str) -> NDArray[np.float32]:
         """One float tensor widened or narrowed to float32."""
