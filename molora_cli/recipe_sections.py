@@ -83,6 +83,7 @@ class TrainRouterSection(RecipeSection):
     taps: list[int] | None = None
     head: str | None = None
     loss: str | None = None
+    labels: str | None = None
     lm_steps: int | None = None
     balance: float | None = None
     z_loss: float | None = None

@@ -31,6 +31,7 @@ Examples:
   molora train-router my-bundle --data labelled.jsonl --steps 300 --metrics metrics.jsonl --force
   molora train-router my-bundle --data labelled.jsonl --kind context+taps --loss lm --force
   molora train-router my-bundle --only law --data law=law.jsonl
+  molora train-router my-bundle --data unlabelled.jsonl --labels from-adapters
 """
 
 
@@ -67,6 +68,13 @@ def command(
             help="Add this adapter to the bundle's context router; the others' columns keep every bit. "
             "--head lda: in closed form.",
             metavar="NAME",
+        ),
+    ] = None,
+    labels: Annotated[
+        Word,
+        typer.Option(
+            help="given (the default): by NAME= or the rows' labels; from-adapters: each token of an answer "
+            "takes the adapter under which it is likeliest, which costs a forward per adapter and row."
         ),
     ] = None,
     lm_steps: Annotated[Whole, typer.Option(help="--loss lm: steps of tuning at most (70).")] = None,
@@ -118,12 +126,18 @@ def command(
     chosen = merge(
         {
             **{**given, "kind": kind, "taps": options.parse_layers(taps), "head": head, "loss": loss},
-            **{"lm_steps": lm_steps, "balance": balance, "z_loss": z_loss},
+            **{"labels": labels, "lm_steps": lm_steps, "balance": balance, "z_loss": z_loss},
         },
         written,
         {
             **{**{n: getattr(plain, n) for n in names}, "kind": "context", "taps": None, "head": "mlp"},
-            **{"loss": "labels", "lm_steps": tuning.steps, "balance": tuning.balance, "z_loss": tuning.z},
+            **{
+                "loss": "labels",
+                "labels": "given",
+                "lm_steps": tuning.steps,
+                "balance": tuning.balance,
+                "z_loss": tuning.z,
+            },
         },
     )
     values = {name: setting.value for name, setting in chosen.items()}
@@ -141,6 +155,7 @@ def command(
         data=specs,
         kind=values.pop("kind"),
         loss=values.pop("loss"),
+        labels=values.pop("labels"),
         lm=tuning,
         settings=RouterSettings(**values),
         live=live,

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from molora_cli.core.base.embedding import read_embedding
-from molora_cli.core.base.model import load_tokenizer
 from molora_cli.core.router.added import LDA, MLP, MlpGate, append_gate
 from molora_cli.core.router.context import ContextStage
 from molora_cli.core.router.files import join_tensors, load_tensors, stage_tensors
@@ -26,7 +25,7 @@ from molora_cli.core.router.kinds import Surroundings
 from molora_cli.core.router.moments import Moments
 from molora_cli.core.router.spec import RouterSpec, StageSpec
 from molora_cli.core.training.overlap import united
-from molora_cli.core.training.router_job import Job, read_rows, recorder
+from molora_cli.core.training.router_job import Job, base_tokenizer, read_rows, recorder
 from molora_cli.core.training.router_loop import one_thread
 from molora_cli.core.training.router_rows import MIXED, RouterRows, RouterSettings, TokenRow, prepare
 from molora_cli.errors import InputError
@@ -95,12 +94,7 @@ def train_only(
     place = context_place(spec, name, str(bundle.path))
     assert spec is not None and file is not None  # context_place says so
     domains = read_rows(bundle, job.data, least=1)
-    base_path = bundle.find_base(ticker=ticker)
-    tokenizer = load_tokenizer(base_path)
-    if tokenizer is None:
-        raise InputError(
-            f"the base {base_path} has no tokenizer", "put its tokenizer.json beside its weights"
-        )
+    tokenizer = base_tokenizer(bundle, ticker)
     with ExitStack() as stack:
         made = add_expert(
             (spec, load_tensors(file)),
@@ -108,7 +102,7 @@ def train_only(
             name,
             domains,
             tokenizer,
-            read_embedding(base_path),
+            read_embedding(bundle.base_path),
             job.settings,
             head=job.live.head,
             gate=GateSettings(steps=job.settings.steps, seed=job.settings.seed),

@@ -40,6 +40,8 @@ from molora_cli.core.training.lm_loop import LM_CHECKPOINT, LmSettings
 from molora_cli.core.training.metrics import Measured, data_warnings, measure, result_warnings
 from molora_cli.core.training.router_loop import CHECKPOINT, Trained, train_context
 from molora_cli.core.training.router_rows import RouterRows, RouterSettings, prepare
+from molora_cli.core.training.weak_labels import ROWS as WEAK_ROWS
+from molora_cli.core.training.weak_labels import Weak, label_rows, read_unlabelled
 from molora_cli.errors import InputError
 from molora_cli.out import Ticker, no_ticks
 from molora_cli.text import shorten
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from molora_cli.core.bundle.store import Bundle
 
 KINDS = ("context", *LIVE_KINDS, "sequence")
+GIVEN, FROM_ADAPTERS = "given", "from-adapters"
 _SHOWN_CONFLICTS = 3
 
 
@@ -58,7 +61,7 @@ class Job:
     """What the command line asks for. work: folder of the checkpoint, beside the bundle where None; again:
     the command that resumes; metrics: JSON Lines file. loss: "labels", or "lm": heads that labels have
     trained are tuned through the base's loss, as `lm` says. only: the one adapter to train, in the bundle's
-    context router; see `added_job`."""
+    context router; see `added_job`. labels: "given", or "from-adapters": see `weak_labels`."""
 
     data: Sequence[str]
     settings: RouterSettings = field(default_factory=RouterSettings)
@@ -72,6 +75,7 @@ class Job:
     metrics: Path | None = None
     again: str = ""
     only: str | None = None
+    labels: str = GIVEN
 
 
 @dataclass
@@ -104,23 +108,22 @@ def train_router(
     fit; router_loop.Interrupted on Ctrl-C.
     """
     _check(bundle, job)
-    domains = read_rows(bundle, job.data)
+    weak = None if job.labels == GIVEN else _weak_labels(bundle, job, ticker)
+    domains = read_rows(bundle, job.data) if weak is None else weak.domains
     warnings = _data_warnings(bundle, domains)
     for text in warnings:
         warn(text)
-    base_path = bundle.find_base(ticker=ticker)
-    tokenizer = load_tokenizer(base_path)
-    if tokenizer is None:
-        raise InputError(
-            f"the base {base_path} has no tokenizer", "put its tokenizer.json beside its weights"
-        )
-    rows = prepare(domains, tokenizer, _row_settings(job), ticker=ticker)
+    tokenizer = base_tokenizer(bundle, ticker)
+    changing = weak.mixed if weak is not None else []
+    rows = prepare(domains, tokenizer, _row_settings(job), changing=changing, ticker=ticker)
     work = job.work or work_folder(bundle)
     with ExitStack() as stack:
         record = recorder(job, stack)
         trained, measured = _trained(bundle, job, rows, tokenizer, work, ticker, record)
         trained.spec.tokenizer = bundle.manifest.base.fingerprint.tokenizer
         trained.spec.training["held_out"] = measured.document()
+        if weak is not None:
+            trained.spec.training["labels"] = {"from": FROM_ADAPTERS, "agreement": weak.agreement}
         record({"step": trained.steps, "final": measured.document()})
     bundle.set_router(trained.spec, trained.tensors)
     _remove(work)
@@ -144,6 +147,26 @@ def train_router(
         "notes": rows.notes,
     }
     return Report(measured, warnings + found, rows.notes, document)
+
+
+def base_tokenizer(bundle: Bundle, ticker: Ticker = no_ticks) -> Any:
+    """The tokenizer of the bundle's base. Raises InputError where it has none."""
+    base_path = bundle.find_base(ticker=ticker)
+    tokenizer = load_tokenizer(base_path)
+    if tokenizer is None:
+        raise InputError(
+            f"the base {base_path} has no tokenizer", "put its tokenizer.json beside its weights"
+        )
+    return tokenizer
+
+
+def _weak_labels(bundle: Bundle, job: Job, ticker: Ticker) -> Weak:
+    """The rows with the labels that the bundle's own adapters give them."""
+    most = min(job.settings.rows, WEAK_ROWS) * len(bundle.adapters)
+    rows = read_unlabelled(job.data, most, job.settings.seed)
+    tokenizer = base_tokenizer(bundle, ticker)
+    model = attached_model(bundle, tokenizer)
+    return label_rows(model, tokenizer, rows, job.settings.max_length, ticker=ticker)
 
 
 def _row_settings(job: Job) -> RouterSettings:
@@ -241,6 +264,8 @@ def _check(bundle: Bundle, job: Job) -> None:
             f"train-router trains no router of kind '{shorten(job.kind, 40)}'",
             f"--kind {', '.join(KINDS)}; without training: molora attach-router BUNDLE --kind ...",
         )
+    if job.labels not in (GIVEN, FROM_ADAPTERS):
+        raise InputError(f"--labels is '{shorten(job.labels, 40)}'", f"it can be {GIVEN} or {FROM_ADAPTERS}")
     check_loss(job.loss, job.kind, job.live.head, job.lm)
     if not job.data:
         raise InputError("no training rows were given", "give --data NAME=FILE once for each adapter")

@@ -158,10 +158,11 @@ def prepare(
     settings: RouterSettings,
     *,
     least: int = 2,
+    changing: Sequence[Example] = (),
     ticker: Ticker = no_ticks,
 ) -> RouterRows:
-    """Rows per expert (`least` or more) to what training reads. Raises InputError for a domain without
-    tokens."""
+    """Rows per expert (`least` or more) to what training reads. changing: rows of several domains, with
+    segments. Raises InputError for a domain without tokens."""
     experts = tuple(domains)
     if len(experts) < least:
         raise InputError(
@@ -180,7 +181,7 @@ def prepare(
         ours = [labelled(r, name) for r in chosen]
         train[name], held[name] = split_documents(ours, settings.val_share, settings.seed + 1)
         held[name] = held[name][: settings.val_rows]
-    mixes = _mixes(train, settings.mixes, settings, settings.seed)
+    mixes = [*changing, *_mixes(train, settings.mixes, settings, settings.seed)]
     held_mixes = _mixes(held, min(settings.val_rows * 2, settings.mixes), settings, settings.seed + 1)
     groups = [(train, name, rows) for name, rows in train.items()]
     groups += [(held, name, rows) for name, rows in held.items()]
