@@ -10,7 +10,7 @@ DATA := $(foreach d,$(DOMAINS),--data $(d)=recipes/demo/data/$(d).jsonl)
 
 LLAMA ?= .venv-llama
 
-.PHONY: setup demo lint test test-slow test-llama test-browser docs picture pictures clean
+.PHONY: setup demo lint test test-slow test-llama test-browser docs site picture pictures clean
 
 setup: $(VENV)/.ready
 
@@ -47,8 +47,18 @@ test-llama: setup
 	    --disable-pip-version-check --no-binary llama-cpp-python 'llama-cpp-python==0.3.36'
 	MOLORA_LLAMA_PYTHON=$(LLAMA)/bin/python PYTHONSAFEPATH=1 $(BIN)/pytest -q tests/test_llama_cpp.py
 
+# the command reference, from the program
 docs: setup
 	$(BIN)/python docs/generate.py
+
+# the pages as a site in build/site; a broken link or anchor fails
+site: $(VENV)/.site
+	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees docs build/site
+	@echo build/site/index.html
+
+$(VENV)/.site: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[docs]'
+	touch $@
 
 # the README's picture, from the demo's bundle
 picture:
