@@ -215,5 +215,5 @@ def _show(console: Console, bundle: Bundle, work: Plan) -> None:
             f"{entry.parameters:,}",
             effect,
         )
-        table.add_row(adapter.name, *cells, shorten(entry.licence or "unknown", 30))
+        table.add_row(adapter.name, *cells, shorten(entry.licence or "not stated", 30))
     console.print(table)

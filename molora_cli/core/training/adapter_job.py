@@ -88,7 +88,9 @@ def train_job(
     An interrupted run leaves `out / .NAME.partial` and goes on from it when started again with the same data
     and settings. Raises InputError for bad data or an existing folder without `force`.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from molora_cli.core.base.model import load_base_model
 
     settings.check()
     target = out / job.name
@@ -104,8 +106,7 @@ def train_job(
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     # half precision is emulated and slow on CPUs without it; LoRA weights are float32 either way
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(base.path, dtype=dtype)
-    model = model.to(place)
+    model, _ = load_base_model(base.path, dtype=dtype, device=str(place))
     trainer = AdapterTrainer(model, settings, tokenizer.pad_token_id or 0, job.init)
     partial = out / f".{job.name}.partial"
     partial.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ import math
 import random
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,8 +35,8 @@ _POOL_BATCHES = 24
 class TrainSettings:
     """How an adapter is trained. tokens: budget counted with prompts and template; epochs wins where given.
 
-    target: PEFT's target_modules ("all-linear" or module names). lr rises over `warmup` steps and falls
-    linearly to zero. batch_tokens: padded tokens per step.
+    target: PEFT's target_modules ("all-linear" or module names). lr rises over `warmup` steps, a quarter of
+    all at most, and falls linearly to zero. batch_tokens: padded tokens per step.
     save_dtype: precision of the written weights; they are rounded to it before the final measurement.
     """
 
@@ -141,7 +142,9 @@ class AdapterTrainer:
             task_type="CAUSAL_LM",
         )
         try:
-            self.model = get_peft_model(model, config)
+            with warnings.catch_warnings():  # of transformers, about how PEFT calls it
+                warnings.simplefilter("ignore", FutureWarning)
+                self.model = get_peft_model(model, config)
         except ValueError as error:
             raise InputError(
                 f"the base has no modules named {target}: {error}",
@@ -181,7 +184,8 @@ class AdapterTrainer:
     def train_step(self, rows: Sequence[Encoded], total_steps: int) -> float:
         """One optimiser step on the batch; returns its mean NLL. MoloraError where it is not finite."""
         self.model.train()
-        warm = min(1.0, (self.step + 1) / max(1, self.settings.warmup))
+        rising = max(1, min(self.settings.warmup, total_steps // 4))  # a short run has to get there too
+        warm = min(1.0, (self.step + 1) / rising)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr * warm * (1 - self.step / total_steps)
         loss = self.losses(rows).mean()
