@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": "Show what a file holds, or where the tokens of a text go.",
     "chat": "Talk to a bundle, tokens coloured by adapter.",
     "eval": "Measure what a router recovers, against baselines.",
+    "bench": "Time the operators, decode, prefill, answers and routing against others.",
     "convert": "Write an adapter or a bundle in another format.",
     "add": "Add adapters to a bundle.",
     "remove": "Take an adapter out of a bundle.",

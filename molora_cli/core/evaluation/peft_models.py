@@ -56,27 +56,12 @@ def xlora(
     tokens (of the run), lr (AdamW, linear decay), depth, layerwise, seed. The loss is taken over completion
     tokens. Raises InputError where PEFT refuses the adapters.
     """
-    from peft import XLoraConfig, get_peft_model
-
     seed = int(settings["seed"])
     chosen = RouterSettings(seed=seed, max_length=max_length, val_share=0.0, mixes=400)
     prepared = prepare(rows, tokenizer, chosen)
-    config = XLoraConfig(
-        task_type="CAUSAL_LM",
-        hidden_size=base.config.get_text_config().hidden_size,
-        # PEFT activates the experts by these names and loads them as "0", "1", ...
-        adapters={str(i): str(path) for i, path in enumerate(folders.values())},
-        xlora_depth=int(settings["depth"]),
-        layerwise_scalings=bool(settings["layerwise"]),
+    model = xlora_model(
+        base, folders, depth=int(settings["depth"]), layerwise=bool(settings["layerwise"]), seed=seed
     )
-    base.config.use_cache = False
-    try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            warnings.simplefilter("ignore")
-            torch.manual_seed(seed)
-            model = get_peft_model(base, config)
-    except (ValueError, TypeError, RuntimeError, KeyError) as error:
-        raise InputError(f"PEFT's X-LoRA refuses these adapters: {shorten(str(error), 160)}", "") from error
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, float(settings["lr"]))
     budget, seen, steps = int(settings["tokens"]), 0, 0
@@ -107,6 +92,31 @@ def xlora(
         "loss_last": round(sum(losses[-tenth:]) / tenth, 4),
     }
     return model.eval(), about
+
+
+def xlora_model(
+    base: Any, folders: Mapping[str, Path], *, depth: int = 1, layerwise: bool = False, seed: int = 0
+) -> Any:
+    """The base under X-LoRA with an untrained classifier of `depth` layers; the base keeps no keys and values
+    from here on. Raises InputError where PEFT refuses the adapters."""
+    from peft import XLoraConfig, get_peft_model
+
+    config = XLoraConfig(
+        task_type="CAUSAL_LM",
+        hidden_size=base.config.get_text_config().hidden_size,
+        # PEFT activates the experts by these names and loads them as "0", "1", ...
+        adapters={str(i): str(path) for i, path in enumerate(folders.values())},
+        xlora_depth=depth,
+        layerwise_scalings=layerwise,
+    )
+    base.config.use_cache = False
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(seed)
+            return get_peft_model(base, config)
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        raise InputError(f"PEFT's X-LoRA refuses these adapters: {shorten(str(error), 160)}", "") from error
 
 
 def _draw(

@@ -1,0 +1,197 @@
+"""What runs a forward: transformers' base, the routed model in its modes. One runner serves every bench."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+
+from molora_cli.core.bench.compiled import compile_forward
+from molora_cli.core.bench.material import Material
+from molora_cli.core.bench.work import ways
+from molora_cli.core.routed.model import RoutedModel
+from molora_cli.core.routed.state import state_of
+from molora_cli.core.router.stack import RouterStack
+
+BASE, ENGINE, GROUPS = "base", "engine", "groups"
+COMPILED = "-compiled"  # after the name of a side: its forward compiled by torch
+
+
+@dataclass
+class Runner:
+    """A model in one mode.
+
+    name, title: as of `timing.Side`. model: called with input_ids and keywords. top: adapters that a token
+    takes. cached: False where it cannot keep keys and values and runs the whole text for every token. static:
+    its keys and values need room of a fixed size. select: puts the model into this mode. routed: the routed
+    model where it is one. notes: what there is to say.
+    """
+
+    name: str
+    title: str
+    model: Any
+    top: float = 0
+    cached: bool = True
+    static: bool = False
+    select: Callable[[], object] | None = None
+    routed: RoutedModel | None = None
+    router: RouterStack | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def ready(self) -> None:
+        if self.select is not None:
+            self.select()
+
+    def forward(self, ids: Tensor, cache: Any = None, *, keep: int = 1) -> Any:
+        """ids (1, T) after `cache` -> the output; logits of the last `keep` positions, 0 = of all."""
+        named: dict[str, Any] = {"use_cache": self.cached}
+        if self.cached and cache is not None:
+            named[cache_argument(self.model)] = cache
+        if keep:
+            named["logits_to_keep"] = keep
+        return self.model(input_ids=ids, **named)
+
+    def facts(self, cache: Any = None, first: int = 0) -> Mapping[str, Any]:
+        """What a routed runner's modules ran, and how often the route changed in `cache` from `first` on."""
+        if self.routed is None:
+            return {}
+        found: dict[str, Any] = {}
+        if self.top:
+            found["paths"] = ways(self.routed)
+        state = state_of(cache)
+        if self.router is not None and state is not None and state.length > first + 1:
+            found["route_changes"] = changes(state.indices[:, first:])
+        return found
+
+
+def changes(indices: Tensor) -> float:
+    """Share of neighbouring tokens whose routes differ anywhere. indices (1, T, G, k)."""
+    one = indices[0]
+    return float((one[1:] != one[:-1]).flatten(1).any(1).double().mean())
+
+
+def cache_argument(model: Any) -> str:
+    """Renamed in transformers 5.24."""
+    base: Any = model.base if isinstance(model, RoutedModel) else model
+    if hasattr(base, "get_base_model"):  # PEFT's
+        base = base.get_base_model()
+    return "cache" if "cache" in inspect.signature(type(base).forward).parameters else "past_key_values"
+
+
+def new_cache(config: Any, room: int | None) -> Cache:
+    """An empty cache that grows, or one with room for so many positions."""
+    return DynamicCache(config=config) if room is None else StaticCache(config=config, max_cache_len=room)
+
+
+def plain_copy(cache: Any, config: Any, room: int | None = None) -> Cache:
+    """The keys and values of a growing cache alone, in one of transformers that no engine knows."""
+    copy = new_cache(config, room)
+    for number, layer in enumerate(cache.layers):
+        copy.update(layer.keys.clone(), layer.values.clone(), number)
+    return copy
+
+
+def base_runner(material: Material, *, compiled: bool = False) -> Runner:
+    """transformers' own forward."""
+    if not compiled:
+        return Runner(BASE, "transformers eager, no adapters", material.base)
+    model = material.copy()
+    compile_forward(model)
+    return Runner(BASE + COMPILED, "transformers compiled, no adapters", model, static=True)
+
+
+class Engine:
+    """Our engine over one routed model: modes share its weights and adapters."""
+
+    def __init__(self, material: Material, backend: str, *, compiled: bool = False) -> None:
+        self.material = material
+        self.model = material.routed(backend)
+        self.compiled = compiled
+        if compiled:
+            compile_forward(self.model.base)
+
+    def plain(self) -> Runner:
+        """The engine with no adapter loaded: its fast linears alone, no router."""
+        return self._runner(ENGINE, "own engine, no adapters", None, self.model.off)
+
+    def routed(self, top: int) -> Runner:
+        router = self.material.router(self.model)
+        router.k = top
+        kind = "the bundle's" if self.material.bundle is not None else "a random"
+        title = f"own engine, top-{top}, {kind} {router.spec.kind} router"
+        return self._runner(f"top{top}", title, router)
+
+    def groups(self, top: int) -> Runner:
+        """Layer groups that are decided as the forward goes."""
+        router = self.material.deep_router(self.model)
+        router.k = top
+        title = f"own engine, top-{top}, {router.groups} layer groups by hidden states"
+        return self._runner(GROUPS, title, router)
+
+    def only(self, name: str) -> Runner:
+        """One adapter on every token, applied as a mixture of one."""
+        title = f"own engine, {name} on every token"
+        return self._runner("only", title, None, lambda: self.model.only(name), top=1)
+
+    def _runner(
+        self,
+        name: str,
+        title: str,
+        router: RouterStack | None,
+        select: Callable[[], object] | None = None,
+        top: int = 0,
+    ) -> Runner:
+        def routed() -> None:
+            if self.model.router is not router:
+                self.model.router = router
+            self.model.auto()
+
+        return Runner(
+            name + (COMPILED if self.compiled else ""),
+            title + (", compiled" if self.compiled else ""),
+            self.model,
+            top=top if router is None else router.k,
+            static=self.compiled,
+            select=select or routed,
+            routed=self.model,
+            router=router,
+        )
+
+    def filled(self, ids: Tensor, room: int | None = None) -> Cache:
+        """Keys and values of ids (1, T), made by the base alone, and known to the engine; room: as of
+        `new_cache`."""
+        self.model.off()
+        cache = new_cache(self.material.base.config, room)
+        self.model(ids, use_cache=True, logits_to_keep=1, **{cache_argument(self.model): cache})
+        return cache
+
+
+def changing_ids(router: RouterStack, before: Tensor, count: int, seed: int = 0) -> Tensor:
+    """(1, count) token ids after before (1, T), each routed otherwise than the one before it, as far as 16
+    draws allow. For routers on token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    high = int(before.max()) + 1
+    decision, state = router.decide(before, None, router.start(1))
+    last, found = decision.route.indices[0, -1], []
+    for _ in range(count):
+        drawn = torch.randint(0, high, (16, 1), generator=generator)
+        wide = [{n: t.expand(16, *t.shape[1:]) for n, t in stage.items()} for stage in state]
+        decision, after = router.decide(drawn, None, wide)
+        indices = decision.route.indices[:, 0]  # (16, G, k)
+        other = (indices != last).flatten(1).any(1).nonzero().flatten()
+        row = int(other[0]) if len(other) else 0
+        found.append(int(drawn[row]))
+        last = indices[row]
+        state = [{n: t[row : row + 1] for n, t in stage.items()} for stage in after]
+    return torch.tensor([found])
+
+
+def random_ids(vocabulary: int, count: int, seed: int = 0) -> Tensor:
+    """(1, count) int64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, min(vocabulary, 20000), (1, count), generator=generator)
