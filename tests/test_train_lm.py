@@ -23,15 +23,8 @@ from molora_cli.core.training.data import Example, Message
 from molora_cli.core.training.heads import HeadSettings
 from molora_cli.core.training.live_job import LiveSettings, train_live
 from molora_cli.core.training.lm_job import tune_router
-from molora_cli.core.training.lm_loop import (
-    LM_CHECKPOINT,
-    LmSettings,
-    Logits,
-    counted,
-    draw_step,
-    loss_pool,
-    token_losses,
-)
+from molora_cli.core.training.lm_loop import LM_CHECKPOINT, LmSettings, Logits
+from molora_cli.core.training.lm_rows import counted, draw_step, loss_pool, token_losses
 from molora_cli.core.training.router_loop import Interrupted, train_context
 from molora_cli.core.training.router_rows import MIXED, RouterRows, RouterSettings, TokenRow, prepare
 from molora_cli.errors import InputError
@@ -256,3 +249,41 @@ def test_the_command(tiny_llama: Path, make_adapter: Callable[..., Path], tmp_pa
     ):
         with pytest.raises(InputError, match=message):
             run(*line, *bad, "--force")
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(
+    tiny_llama: Path, make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    import shutil
+    import subprocess
+    import sys
+
+    from molora_cli.core.router.files import load_tensors
+
+    adapters = [f"{n}={make_adapter(tiny_llama, n, seed=i)}" for i, n in enumerate(NAMES)]
+    one, two = tmp_path / "one", tmp_path / "two"
+    done = CliRunner().invoke(app, ["compose", "-o", str(one), "--base", str(tiny_llama), *adapters])
+    assert done.exit_code == 0
+    shutil.copytree(one, two)
+    data = tmp_path / "rows.jsonl"
+    with data.open("w") as file:
+        for name in NAMES:
+            for row in _chats(name):
+                turns = [{"role": m.role, "content": m.content} for m in row.messages]
+                file.write(json.dumps({"messages": turns, "label": name}) + "\n")
+    options = ["--data", str(data), "--kind", "taps", "--taps", "1,2", "--loss", "lm", "--lm-steps", "6"]
+    options += ["--rows", "10", "--mixes", "20", "--json"]
+    launch = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "molora_cli"]
+    found = {}
+    for folder, prefix in ((one, ["molora_cli"]), (two, launch)):
+        command = [sys.executable, "-m", *prefix, "train-router", str(folder), *options]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        found[folder] = json.loads(ran.stdout)
+    assert found[two]["lm"]["best"] == pytest.approx(found[one]["lm"]["best"], rel=1e-5)
+    first, second = (load_tensors(folder / "router.safetensors") for folder in (one, two))
+    assert first.keys() == second.keys() and found[one]["lm"]["best_step"] > 0
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=1e-3, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -110,7 +111,7 @@ def command(
     over some of the rows first. --loss lm goes on from there, or from the bundle's router of that kind: it
     tunes the heads so that the routed model predicts the answers well. Rows are also mixed with one another,
     so that the router learns where a text changes its subject. Ctrl-C keeps a checkpoint; --resume goes on
-    from it.
+    from it. accelerate launch shares the work of --loss lm among processes.
     """
     from molora_cli.core.bundle.store import Bundle, default_bundle
     from molora_cli.core.training.live_job import LiveSettings
@@ -118,7 +119,9 @@ def command(
     from molora_cli.core.training.router_job import Job, train_router
     from molora_cli.core.training.router_rows import RouterSettings
 
-    out = Out(json_mode=json, quiet=quiet)
+    # of several processes under `accelerate launch` the first one speaks
+    first = os.environ.get("RANK", "0") == "0"
+    out = Out(json_mode=json, quiet=quiet or not first)
     written = load_recipe(recipe, "train-router") if recipe is not None else {}
     plain, tuning = RouterSettings(), LmSettings()
     names = ("steps", "seed", "top_k", "margin", "val_share", "rows", "mixes", "max_length")
@@ -172,6 +175,8 @@ def command(
         return
     with out.progress("training the router") as ticker:
         report = train_router(opened, job, ticker=ticker, warn=out.warn)
+    if not first:
+        return
     for text in [*opened.warnings, *report.notes]:
         out.note(text)
     out.result(report.document, lambda console: _show(console, report))

@@ -13,6 +13,7 @@ from molora_cli.core.router.stack import RouterStack
 from molora_cli.core.router.taps import MLP
 from molora_cli.core.training.live_job import CONTEXT_TAPS, surroundings
 from molora_cli.core.training.lm_loop import LM_CHECKPOINT, LmSettings, Tuned, run_key, trainable, tune
+from molora_cli.core.training.processes import processes
 from molora_cli.core.training.router_loop import load_checkpoint
 from molora_cli.core.training.router_rows import RouterRows
 from molora_cli.errors import InputError
@@ -102,6 +103,7 @@ def tune_router(
         again=again,
         ticker=ticker,
         record=lambda line: record({"loss_of": LM, **line}),
+        team=processes(),
     )
     parts = [stage_tensors(tensors, i) for i in range(len(spec.stages))]
     parts[stack.stages.index(stage)] |= stage.tensors()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,8 +28,10 @@ from torch import Tensor, nn
 from molora_cli.core.router.stack import RouterStack
 from molora_cli.core.router.taps import LayerStage, TapsStage
 from molora_cli.core.training.adapter_loop import keep_freed_memory
+from molora_cli.core.training.lm_rows import counted, draw_step, forwards, loss_pool, token_losses
+from molora_cli.core.training.processes import Processes
 from molora_cli.core.training.router_loop import interrupted, load_checkpoint, save_checkpoint, stop_flag
-from molora_cli.core.training.router_rows import MIXED, RouterRows, TokenRow, collate
+from molora_cli.core.training.router_rows import MIXED, RouterRows, TokenRow
 from molora_cli.errors import InputError, MoloraError
 from molora_cli.out import Ticker, no_ticks
 
@@ -137,86 +138,19 @@ class Logits:
         return torch.stack(balance).mean(), torch.stack(z).mean()
 
 
-def counted(row: TokenRow) -> Tensor:
-    """(T,) bool: completion tokens that the loss counts; words that join two parts are not among them."""
-    found = row.completion & (row.labels >= 0)
-    found[0] = False  # nothing predicts it
-    return found
-
-
-def loss_rows(rows: Sequence[TokenRow], max_length: int) -> list[TokenRow]:
-    """The rows with something to predict, no longer than max_length; where all are longer, their starts."""
-    found = [row for row in rows if len(row.ids) <= max_length and bool(counted(row).any())]
-    if found:
-        return found
-    parts = (slice(0, max_length),)
-    cut = [TokenRow(r.ids[parts], r.labels[parts], r.completion[parts]) for r in rows]
-    return [row for row in cut if len(row.ids) > 1 and bool(counted(row).any())]
-
-
-def loss_pool(rows: RouterRows, max_length: int, *, held_out: bool = False) -> dict[str, list[TokenRow]]:
-    """Rows that the loss can read by domain, MIXED among them; domains without any are left out. Raises
-    InputError where no training row has a completion."""
-    source = rows.held_out if held_out else rows.train
-    found = {name: loss_rows(group, max_length) for name, group in source.items()}
-    found = {name: group for name, group in found.items() if group}
-    if not held_out and not found:
-        raise InputError("no row has an answer to learn from", "give chats with an assistant's message")
-    return found
-
-
-def draw_step(pool: dict[str, list[TokenRow]], settings: LmSettings, step: int) -> list[TokenRow]:
-    """The rows of step `step`, drawn until they hold settings.tokens; depends on seed and step alone."""
-    rng = random.Random(f"{settings.seed} loss {step}")
-    mixes, domains = pool.get(MIXED, []), [name for name in pool if name != MIXED]
-    found: list[TokenRow] = []
-    while sum(len(row.ids) for row in found) < settings.tokens:
-        if mixes and (not domains or rng.random() < settings.mix_share):
-            found.append(rng.choice(mixes))
-        else:
-            found.append(rng.choice(pool[rng.choice(domains)]))
-    return found
-
-
-def forwards(rows: Sequence[TokenRow], tokens: int) -> list[list[TokenRow]]:
-    """The rows by length, in groups of at most `tokens` padded tokens or of one row."""
-    found: list[list[TokenRow]] = []
-    for row in sorted(rows, key=lambda r: len(r.ids)):
-        if found and len(row.ids) * (len(found[-1]) + 1) <= tokens:
-            found[-1].append(row)
-        else:
-            found.append([row])
-    return found
-
-
-def token_losses(model: RoutedModel, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
-    """NLL (N,) float32 of the counted tokens of some rows under the model's router, and which positions
-    (B, T) are no padding. The head runs on positions that predict one in some row."""
-    ids, _, _ = collate(rows)
-    real = torch.arange(ids.shape[1]) < torch.tensor([len(r.ids) for r in rows])[:, None]
-    wanted = torch.zeros_like(real)  # position t predicts token t + 1
-    for b, row in enumerate(rows):
-        wanted[b, : len(row.ids) - 1] = counted(row)[1:]
-    keep = wanted.any(0).nonzero().squeeze(1)  # (P,)
-    device = model.device
-    logits = model(
-        input_ids=ids.to(device),
-        attention_mask=None if bool(real.all()) else real.long().to(device),
-        logits_to_keep=keep.to(device),
-        use_cache=False,
-    ).logits  # (B, P, V)
-    here = wanted[:, keep]
-    targets = ids[:, keep + 1][here].to(device)
-    return F.cross_entropy(logits[here.to(device)].float(), targets, reduction="none"), real
-
-
 @torch.no_grad()
-def held_out_nll(model: RoutedModel, groups: dict[str, list[TokenRow]], tokens: int) -> dict[str, float]:
+def held_out_nll(
+    model: RoutedModel, groups: dict[str, list[TokenRow]], tokens: int, team: Processes
+) -> dict[str, float]:
     """NLL per counted token of each group with the router as it is set."""
     found = {}
     for name, rows in groups.items():
-        losses = [token_losses(model, part)[0] for part in forwards(rows, tokens)]
-        found[name] = float(torch.cat(losses).double().mean())
+        total = torch.zeros(2, dtype=torch.float64)  # sum of losses, tokens
+        for part in team.share(forwards(rows, tokens)):
+            losses = token_losses(model, part)[0].double().cpu()
+            total += torch.tensor([float(losses.sum()), len(losses)])
+        total = team.sum(total)
+        found[name] = float(total[0] / total[1])
     return found
 
 
@@ -232,14 +166,16 @@ def tune(
     again: str = "",
     ticker: Ticker = no_ticks,
     record: Callable[[dict[str, Any]], None] = lambda line: None,
+    team: Processes = Processes(),  # noqa: B008 - frozen
 ) -> Tuned:
     """Train the heads of the model's router in place; it ends with those of the lowest held-out NLL.
 
     The router is one with a single `taps` or `layer` stage. key: names the run together with rows and
     settings, for a checkpoint in the folder `work`; keep: what else goes into that (plain values and
     tensors). resume: go on from it; again: the command that does. record: called with a line of metrics a
-    step. Deterministic for a seed on one machine and number of threads. Raises InputError for a router that
-    cannot be trained so, router_loop.Interrupted on Ctrl-C, MoloraError for a loss that is not finite.
+    step. team: the processes that share the work, all of which call this. Deterministic for a seed on one
+    machine and number of threads and processes. Raises InputError for a router that cannot be trained so,
+    router_loop.Interrupted on Ctrl-C, MoloraError for a loss that is not finite.
     """
     settings.check()
     stack, stage = trainable(model)
@@ -265,14 +201,14 @@ def tune(
 
     def save() -> None:
         progress["seconds"], progress["cpu"] = time.monotonic() - wall, time.process_time() - cpu
-        if checkpoint is not None:
+        if checkpoint is not None and team.main:
             parts = {"heads": stage.heads.state_dict(), "optimizer": optimizer.state_dict()}
             content = {"key": key, "progress": progress, "keep": keep or {}, **parts}
             save_checkpoint(checkpoint, content)
 
     def measure() -> dict[str, float]:
         _as_run(stack)
-        found = held_out_nll(model, groups, settings.forward_tokens)
+        found = held_out_nll(model, groups, settings.forward_tokens, team)
         logits.seen.clear()
         _note_best(progress, stage, found)
         return found
@@ -286,12 +222,12 @@ def tune(
             record({"step": 0, "held_out": _rounded(measure())})
             progress["start"] = progress["best_nll"]
         while progress["step"] < settings.steps and progress["bad"] < settings.patience:
-            if stop():
+            if team.any(stop()):
                 save()
                 raise interrupted(progress["step"], settings.steps, checkpoint, again)
             step = progress["step"]
             batch = draw_step(pool, settings, step)
-            loss = _step(model, stack, optimizer, logits, batch, settings, step)
+            loss = _step(model, stack, optimizer, logits, batch, settings, step, team)
             progress["step"] += 1
             progress["tokens"] += sum(len(row.ids) for row in batch)
             line: dict[str, Any] = {"step": step + 1, "loss": round(loss, 5), "lr": settings.rate(step)}
@@ -304,7 +240,7 @@ def tune(
             ticker(step + 1, settings.steps, f"loss {loss:.3f}")
         if progress["best"] is not None:
             stage.heads.load_state_dict(progress["best"])
-    if checkpoint is not None:
+    if checkpoint is not None and team.main:
         checkpoint.unlink(missing_ok=True)
     return Tuned(
         steps=progress["step"],
@@ -360,6 +296,7 @@ def _step(
     rows: Sequence[TokenRow],
     settings: LmSettings,
     step: int,
+    team: Processes,
 ) -> float:
     """One update; the mean NLL of its counted tokens."""
     for group in optimizer.param_groups:
@@ -369,7 +306,7 @@ def _step(
     nll = 0.0
     parts = forwards(rows, settings.forward_tokens)
     stack.k, stack.temperature = len(stack.experts), settings.temperature(step)
-    for part in parts:
+    for part in team.share(parts):
         losses, real = token_losses(model, part)
         loss = losses.sum() / total
         nll += float(loss.detach())
@@ -378,11 +315,17 @@ def _step(
             loss = loss + ((settings.balance * balance + settings.z * z) / len(parts)).to(loss)
         logits.seen.clear()
         loss.backward()  # type: ignore[no-untyped-call]
+    nll = float(team.sum(torch.tensor(nll, dtype=torch.float64)))
     if not math.isfinite(nll):
         raise MoloraError(f"the loss of step {step + 1} is {nll}", "try a lower learning rate or float32")
-    torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
+    team.sum_gradients(_parameters(optimizer))
+    torch.nn.utils.clip_grad_norm_(_parameters(optimizer), 1.0)
     optimizer.step()
     return nll
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _note_best(progress: dict[str, Any], stage: TapsStage | LayerStage, found: dict[str, float]) -> None:

@@ -38,6 +38,7 @@ from molora_cli.core.training.lm_job import (
 )
 from molora_cli.core.training.lm_loop import LM_CHECKPOINT, LmSettings
 from molora_cli.core.training.metrics import Measured, data_warnings, measure, result_warnings
+from molora_cli.core.training.processes import processes
 from molora_cli.core.training.router_loop import CHECKPOINT, Trained, train_context
 from molora_cli.core.training.router_rows import RouterRows, RouterSettings, prepare
 from molora_cli.core.training.weak_labels import ROWS as WEAK_ROWS
@@ -103,11 +104,14 @@ def train_router(
 ) -> Report:
     """Train a router on labelled rows and write it into the bundle.
 
-    ticker: sees the rows being read, then the steps. warn: called for what is wrong with the data before
-    training starts, and with the router after it. Raises InputError for rows, names or options that do not
-    fit; router_loop.Interrupted on Ctrl-C.
+    Where several processes were launched together all of them call this; see `processes`. ticker: sees the
+    rows being read, then the steps. warn: called for what is wrong with the data before training starts, and
+    with the router after it. Raises InputError for rows, names or options that do not fit;
+    router_loop.Interrupted on Ctrl-C.
     """
     _check(bundle, job)
+    main = processes().main  # the one that writes
+    job = job if main else replace(job, metrics=None)
     weak = None if job.labels == GIVEN else _weak_labels(bundle, job, ticker)
     domains = read_rows(bundle, job.data) if weak is None else weak.domains
     warnings = _data_warnings(bundle, domains)
@@ -125,8 +129,9 @@ def train_router(
         if weak is not None:
             trained.spec.training["labels"] = {"from": FROM_ADAPTERS, "agreement": weak.agreement}
         record({"step": trained.steps, "final": measured.document()})
-    bundle.set_router(trained.spec, trained.tensors)
-    _remove(work)
+    if main:
+        bundle.set_router(trained.spec, trained.tensors)
+        _remove(work)
     found = result_warnings(measured)
     for text in found:
         warn(text)
@@ -201,7 +206,7 @@ def _trained(
             rows,
             embedding,
             job.settings,
-            work=work,
+            work=work if processes().main else None,
             resume=job.resume,
             again=job.again,
             ticker=ticker,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from molora_cli.core.training.data import Example, Segment, read_examples
 from molora_cli.core.training.encode import Encoded, encode_all
-from molora_cli.core.training.lm_loop import forwards, token_losses
+from molora_cli.core.training.lm_rows import forwards, token_losses
 from molora_cli.core.training.mixing import labelled
 from molora_cli.core.training.router_rows import TokenRow
 from molora_cli.errors import InputError
