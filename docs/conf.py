@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # caption -> patterns of pages, in the order of the site's contents; a page that is in none fails the build
 CONTENTS = {
     "Start": ("quickstart", "your-adapters", "chat", "faq", "limits"),
-    "Guides": ("routers", "eval", "python", "kernels*"),
+    "Guides": ("routers", "eval", "python", "kernels", "kernels-*", "bench*"),
     "Reference": ("cli", "formats", "bundle-format", "log"),
 }
 
