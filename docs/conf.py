@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 CONTENTS = {
     "Start": ("quickstart", "your-adapters", "chat", "faq", "limits"),
     "Guides": ("routers", "eval", "python", "kernels", "kernels-*", "bench*"),
-    "Reference": ("cli", "formats", "bundle-format", "log"),
+    "Reference": ("cli", "settings", "formats", "bundle-format", "log"),
 }
 
 project = "molora"
