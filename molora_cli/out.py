@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -39,6 +40,8 @@ def _width() -> int | None:
     columns = os.environ.get("COLUMNS", "")
     if columns and not (columns.isdigit() and int(columns) > 0):
         return 80
+    if not columns and os.environ.get("TERM") in ("dumb", "unknown"):
+        return shutil.get_terminal_size((80, 24)).columns  # rich takes 80, however narrow the terminal is
     return None
 
 

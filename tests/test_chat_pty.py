@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from molora_cli.views.repl_commands import COMMANDS
 
 pexpect = pytest.importorskip("pexpect")
 pyte = pytest.importorskip("pyte")
 
 START = "from molora_cli.app import main; main()"
 ENDLESS = ("--max-new-tokens", "200", "--ignore-eos")
+READY = "Ctrl-D leaves"
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ class Terminal:
             env={**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", **environment},
             encoding="utf-8",
             codec_errors="replace",
-            timeout=60,
+            timeout=120,
         )
         self.child.logfile_read = self
 
@@ -53,6 +58,16 @@ class Terminal:
 
     def type(self, line: str) -> None:
         self.child.send(line + "\r")
+
+    def paste(self, text: str) -> None:
+        """More than the pseudo-terminal holds at once: written beside the reading."""
+
+        def write() -> None:
+            data = text.encode()
+            while data:
+                data = data[os.write(self.child.fileno(), data[:4096]) :]
+
+        threading.Thread(target=write, daemon=True).start()
 
     def wait(self, pattern: str) -> None:
         self.child.expect(pattern)
@@ -88,33 +103,56 @@ def spawn(bundle: Path) -> Iterator[Spawn]:
         terminal.child.close(force=True)
 
 
-def test_a_tour_of_the_slash_commands(spawn: Spawn, tmp_path: Path) -> None:
+# what is typed and what the screen then shows; {tmp} is a folder, {new} an adapter
+TOUR = [
+    ("hello", "8 tokens"),
+    ("/why", "/why N explains"),
+    ("/why 2", "token 2"),
+    ("/regen", "8 tokens"),
+    ("/compare", "nothing of this enters"),
+    ("/compare code what?", "code  +8 tokens"),
+    ("/routing bars", "bars under each answer"),
+    ("again", r"\d+ %.*8 tokens"),
+    ("/routing off", "plain text"),
+    ("/routing colour", "by colour"),
+    ("/only code", "every token takes code"),
+    ("again", "code 100 %"),
+    ("/mute math", "/auto first"),
+    ("/auto", "among all"),
+    ("/mute math", "muted: math"),
+    ("/auto", "among all"),
+    ("/topk 1", "gives a token 1 adapter"),
+    ("/temperature 0.5", "temperature is 0.5: tokens are drawn"),
+    ("/set router-temperature 2", "router-temperature is 2"),
+    ("/system be brief", "system: be brief"),
+    ("/show", "be brief"),
+    ("/stats", "in 4 answers"),
+    ("/trace {tmp}/r.trace", "routes saved"),
+    ("/report {tmp}/r.html", "open it in a browser"),
+    ("/save {tmp}/talk.json", "saved as"),
+    ("/clear", "empty"),
+    ("/load {tmp}/talk.json", "6 turns"),
+    ("/load legal={new}", r"in \d\.\d\d s"),
+    ("/only legal", "every token takes legal"),
+    ("and?", "legal 100 %"),
+    ("/hepl", r"did you mean"),
+    ("/help", "take up a saved"),
+    ('"""one\rtwo"""', "8 tokens"),
+    ("one\x1b\rtwo", "8 tokens"),
+]
+
+
+def test_the_tour_passes_every_command() -> None:
+    typed = {line.split()[0][1:] for line, _ in TOUR if line.startswith("/")}
+    assert set(COMMANDS) - typed == {"exit"}, "a slash command that the tour does not try"
+
+
+def test_a_tour_of_the_slash_commands(spawn: Spawn, tmp_path: Path, trio: dict[str, Path]) -> None:
     terminal = spawn("--max-new-tokens", "8", "--ignore-eos")
     terminal.wait("loading")
-    terminal.wait("Ctrl-D leaves")
-    file = tmp_path / "talk.json"
-    for line, answer in [
-        ("hello", "8 tokens"),
-        ("/why 2", "token 2"),
-        ("/regen", "8 tokens"),
-        ("/only code", "every token takes code"),
-        ("again", "code 100 %"),
-        ("/mute math", "/auto first"),
-        ("/auto", "among all"),
-        ("/mute math", "muted: math"),
-        ("/set temperature 0.5", "temperature is 0.5"),
-        ("/system be brief", "system: be brief"),
-        ("/show", "be brief"),
-        ("/stats", "in 3 answers"),
-        (f"/save {file}", "saved as"),
-        ("/clear", "empty"),
-        (f"/load {file}", "4 turns"),
-        ("/hepl", r"did you mean"),
-        ("/help", "take up a saved"),
-        ('"""one\rtwo"""', "8 tokens"),
-        ("one\x1b\rtwo", "8 tokens"),
-    ]:
-        terminal.type(line)
+    terminal.wait(READY)
+    for line, answer in TOUR:
+        terminal.type(line.replace("{tmp}", str(tmp_path)).replace("{new}", str(trio["new"])))
         terminal.wait(answer)
     terminal.child.send("/sav\t")
     terminal.wait("/save")
@@ -122,7 +160,6 @@ def test_a_tour_of_the_slash_commands(spawn: Spawn, tmp_path: Path) -> None:
     terminal.wait("saved as")
     terminal.type("/exit")
     assert terminal.exit_code() == 0
-    assert '"one\\ntwo"' in (tmp_path / "other.json").read_text()
     assert (tmp_path / "other.json").read_text().count('"one\\ntwo"') == 2
     history = Path(os.environ["MOLORA_HOME"]) / "chat_history"
     assert "+hello" in history.read_text() and history.stat().st_mode & 0o077 == 0
@@ -130,12 +167,22 @@ def test_a_tour_of_the_slash_commands(spawn: Spawn, tmp_path: Path) -> None:
 
 def test_ctrl_c_stops_the_answer_then_the_program(spawn: Spawn) -> None:
     terminal = spawn(*ENDLESS)
-    terminal.wait("Ctrl-D leaves")
+    terminal.wait(READY)
     terminal.type("hello")
     terminal.wait(r"x0f")
     terminal.child.kill(signal.SIGINT)
     terminal.wait("interrupted")
     terminal.wait("stays in the conversation")
+    terminal.type("/compare")
+    terminal.wait("router.*│.*base.*│")
+    terminal.child.kill(signal.SIGINT)
+    terminal.wait("nothing of this enters")
+    # another size of the screen in the middle of an answer
+    terminal.type("/regen")
+    terminal.wait(r"x0f")
+    terminal.screen.resize(lines=40, columns=50)
+    terminal.child.setwinsize(40, 50)
+    terminal.wait("200 tokens")
     terminal.type("/set max_new_tokens 4")
     terminal.wait("is 4")
     terminal.type("and?")
@@ -149,9 +196,21 @@ def test_ctrl_c_stops_the_answer_then_the_program(spawn: Spawn) -> None:
 
 def test_forty_columns_without_colour(spawn: Spawn) -> None:
     terminal = spawn("--max-new-tokens", "60", "--ignore-eos", columns=40, NO_COLOR="1")
-    terminal.wait("Ctrl-D leaves")
+    terminal.wait(READY)
     terminal.type("hello")
     terminal.wait("60 tokens")
+    terminal.type("/set max-new-tokens 9")
+    terminal.wait("is 9")
+    terminal.type("/compare")
+    terminal.wait(r"\[router\]")
+    terminal.wait(r"\[base\]")
+    terminal.wait("nothing of this enters")
+    terminal.type("/routing bars")
+    terminal.wait("bars")
+    terminal.type("more")
+    terminal.wait(r"(mmm|ccc|---) +\d+ %")
+    terminal.type("/help")
+    terminal.wait("add an adapter")
     terminal.child.send("\x04")
     assert terminal.exit_code() == 0
     seen = "\n".join(terminal.lines)
@@ -161,12 +220,61 @@ def test_forty_columns_without_colour(spawn: Spawn) -> None:
 
 def test_a_dumb_terminal(spawn: Spawn) -> None:
     terminal = spawn("--max-new-tokens", "8", "--ignore-eos", TERM="dumb", COLUMNS="0")
-    terminal.wait("Ctrl-D leaves")
+    terminal.wait(READY)
     terminal.type("hello")
     terminal.wait("8 tokens")
+    terminal.type("/compare")
+    terminal.wait(r"\[base\]")
+    terminal.wait("nothing of this enters")
+    # one line of a megabyte: the terminal keeps 4095 bytes of it
+    terminal.paste("x" * 1_000_000 + "\r")
+    terminal.wait("4095 bytes")
+    # many lines at once are one question
+    terminal.paste("a line of no great length\r" * 150)
+    terminal.wait(r"the prompt has \d+ tokens and this base holds 256")
+    terminal.type("/stats")
+    terminal.wait("8 tokens in 1 answer")
     terminal.type("/exit")
     assert terminal.exit_code() == 0
     assert "\x1b" not in terminal.raw
+
+
+def paste_a_megabyte(terminal: Terminal) -> None:
+    megabyte = "a line of eighty letters, say, as they are in a text of no great beauty at all\r" * 12_500
+    terminal.paste(f"\x1b[200~{megabyte}\x1b[201~")
+    terminal.wait(r"\[paste 1: 987,500 characters\]")
+    terminal.child.send("\r")
+    terminal.wait(r"the prompt has \d+ tokens and this base holds 256")
+    terminal.wait("shorten the prompt")
+    # a terminal that does not say where a paste begins: its lines are no questions either
+    terminal.paste(megabyte)
+    terminal.wait(r"\[paste 2: 987,500 characters\]")
+    terminal.child.send("\x03")
+    terminal.paste("\x1b[200~a short one\rof two lines\x1b[201~")
+    terminal.wait("of two lines")
+    terminal.child.send("\r")
+    terminal.wait("8 tokens")
+
+
+def test_a_terminal_of_plain_ascii_takes_a_megabyte(spawn: Spawn) -> None:
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    terminal = spawn("--max-new-tokens", "8", "--ignore-eos", NO_COLOR="1", **plain)
+    terminal.wait(READY)
+    terminal.type("hällo")
+    terminal.wait("8 tokens")
+    terminal.type("/why 1")
+    terminal.wait("decided at the token before")
+    terminal.type("/compare")
+    terminal.wait(r" \| base")
+    terminal.wait("nothing of this enters")
+    terminal.type("/routing bars")
+    terminal.wait("bars")
+    terminal.type("more")
+    terminal.wait(r"(mmm|ccc|---) +\d+ %")
+    paste_a_megabyte(terminal)
+    terminal.child.send("\x04")
+    assert terminal.exit_code() == 0
+    assert re.search(r"[mc]:\S", terminal.raw) and terminal.raw.isascii()
 
 
 @pytest.mark.parametrize("columns", [10, 11, 80])
@@ -190,6 +298,7 @@ def test_double_width_letters_at_the_edge(columns: int) -> None:
     assert re.sub(r"\s", "", "".join(screen.display)) == re.sub(r"\s", "", answer)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_quietly(bundle: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", START, "chat", str(bundle), "-q", "-p", "x", *ENDLESS],
@@ -204,3 +313,28 @@ def test_a_closed_pipe_ends_quietly(bundle: Path) -> None:
     errors = child.stderr.read().decode()
     assert child.wait(timeout=120) == 1
     assert "Traceback" not in errors and "Exception" not in errors
+
+
+def test_a_closed_pipe_ends_a_conversation_quietly(bundle: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", START, "chat", str(bundle), *ENDLESS],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+    )
+    os.close(theirs)
+    assert child.stdout is not None
+    os.write(ours, b"hello\r")
+    child.stdout.read(1)
+    child.stdout.close()
+    seen = b""
+    with contextlib.suppress(OSError):  # nobody holds the other end any more
+        while data := os.read(ours, 4096):
+            seen += data
+    os.close(ours)
+    assert child.wait(timeout=120) == 1
+    assert b"Traceback" not in seen and b"Exception" not in seen

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from rich.style import Style
 
 from molora_cli.core.conversation import Conversation, load
 from molora_cli.core.generate import TokenEvent, TokenRoute
 from molora_cli.errors import InputError
-from molora_cli.views.chat import AnswerPrinter
+from molora_cli.views.chat import AnswerPrinter, why
 from molora_cli.views.palette import Palette
+from molora_cli.views.wrapping import Wrapper
 
 LETTERS = "👩‍💻 日本 ď"
 Run = Callable[..., tuple[int, str, str]]
@@ -98,6 +100,109 @@ def test_colours_or_letters_tell_adapters_apart() -> None:
     coloured = printed(pieces, 80, colour="truecolor")
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == "one two three four\n"
     assert "\x1b[" in coloured
+
+
+MARKDOWN = (
+    "# Title\n\nSome **bold** text and `code`, [bold]not markup[/bold] :smile: \\[x].\n\n"
+    "- first item\n    - nested item\n1. a number\n\n"
+    "```python\ndef f(x):\n    if x:  # comment\n        return 1\n\n    return 2\n```\n\n"
+    "| a   | b |\n|-----|---|\n| 1   | 2 |\n\n\tindented by a tab\n    by four blanks\n"
+)
+
+
+def unstyled(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_markdown_stays_as_it_was_written(size: int) -> None:
+    pieces = [event(MARKDOWN[i : i + size], (i // size) % 2) for i in range(0, len(MARKDOWN), size)]
+    shown = printed(pieces, 100, colour="truecolor")
+    assert unstyled(shown) == MARKDOWN.replace("\t", "    ")
+    assert "\x1b[" in shown
+    # letters stand before words and shift nothing else; code is recognised behind one
+    letters = re.sub(r"[mc-]·", "", printed_letters(pieces, 400))
+    assert letters == MARKDOWN.replace("\t", "    ")
+
+
+def printed_letters(pieces: list[TokenEvent], width: int) -> str:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, no_color=True, _environ={})
+    printer = AnswerPrinter(console, Palette(("math", "code"), console))
+    for piece in pieces:
+        printer.token(piece)
+    printer.end()
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_what_wraps_in_a_list_stands_under_its_text() -> None:
+    text = "- one two three four five\n  - six seven eight nine\n12. ten eleven twelve thirteen\nplain words"
+    shown = printed([event(c) for c in text], 20)
+    assert [line.rstrip() for line in shown.splitlines()] == [
+        "- one two three four",
+        "  five",
+        "  - six seven eight",
+        "    nine",
+        "12. ten eleven",
+        "    twelve thirteen",
+        "plain words",
+    ]
+
+
+@pytest.mark.parametrize("fence", ["```", "~~~", "````"])
+def test_code_and_tables_are_not_broken_behind_letters_either(fence: str) -> None:
+    inner = "" if fence == "```" else "```\n"  # no end of a fence of another kind or length
+    code = f"{fence}sql\nSELECT name, age, country FROM users WHERE age > 65;\n{inner}{fence}\n"
+    table = "| a long row | of a table | that is wide |\n"
+    for show in (printed, printed_letters):
+        shown = re.sub(r"[mc-]·", "", show([event(code, 0), event(table, 1), event("word " * 8)], 24))
+        assert shown.startswith(code + table)
+        assert max(map(len, shown[len(code + table) :].split("\n"))) <= 24
+
+
+def test_another_size_in_the_middle_of_an_answer() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None, _environ={})
+    printer = AnswerPrinter(console, Palette(("math",), console), marks=False)
+    for width in (60, 20, 40):
+        console.width = width
+        for piece in re.findall(r"\S+\s", "some words of a text that goes on\nand on and on for a while "):
+            printer.token(event(piece))
+        printer.token(event("\n\n"))
+    printer.end()
+    parts = [part.strip("\n") for part in console.file.getvalue().split("\n\n")]  # type: ignore[attr-defined]
+    longest = [max(map(len, part.split("\n"))) for part in parts[:3]]
+    assert 25 < longest[0] <= 60 and longest[1] <= 20 and 20 < longest[2] <= 40
+
+
+def test_a_column_never_gets_a_longer_line() -> None:
+    lines = [""]
+
+    def write(text: str, style: object) -> None:
+        if text == "\n":
+            lines.append("")
+        else:
+            lines[-1] += text
+
+    wrapper = Wrapper(lambda: 12, write, hard=True)
+    for text in (
+        "words and averyveryverylongword 日本語日本語日本語\n",
+        "```\na = some_function(of, names)\n```\n",
+    ):
+        for char in text:
+            wrapper.feed(char, Style.null())
+    wrapper.feed("| a | b | c | d |", Style.null())
+    wrapper.end()
+    assert max(cell_len(line) for line in lines) <= 12
+    assert "```" in lines and re.sub(r"\s", "", "".join(lines)).endswith("|a|b|c|d|")
+
+
+def test_a_route_that_was_held_back_is_said_to_be() -> None:
+    scores = ((("math", -0.7), ("code", -0.75)),)
+    held = TokenEvent(5, "x", TokenRoute(((1,),), ((1.0,),), (("code",),), scores), -1.0)
+    palette = Palette(("math", "code"))
+    assert "kept from the token before: math is not better by the margin 0.3" in why(
+        held, 1, palette, hold=0.3
+    )
+    assert "kept" not in why(held, 1, palette).plain and "runner-up code, margin 0.0" in why(held, 1, palette)
 
 
 # -- the conversation ---------------------------------------------------------

@@ -167,11 +167,13 @@ def why(
     muted: Collection[str] = (),
     layers: Sequence[tuple[int, int]] = (),
     note: str = "",
+    hold: float = 0.0,
 ) -> Text:
     """The route of answer token `number` (from 1) in words: gates, scores, runner-up, margin per layer group.
 
     Scores are the router's probabilities before temperature and muting; margin: best minus second. layers:
-    [first, end) of each group; with several groups each gets one line. note: what is known of training.
+    [first, end) of each group; with several groups each gets one line. note: what is known of training. hold:
+    the margin below which the router keeps the adapter of the token before.
     """
     route = event.route
     shown = printable(event.text) or "(part of a letter)"
@@ -196,6 +198,9 @@ def why(
             text.append(f"; scores {best}{_margin(ranked)}\n")
         else:
             text.append("\n").append(_scores(ranked, muted))
+            best = next((name for name, _ in ranked if name not in muted), "")
+            if hold > 0 and best and palette.name(route.top) != best:
+                text.append(f"  kept from the token before: {best} is not better by the margin {hold:g}\n")
     if note:
         text.append(f"{note}\n")
     text.append("decided at the token before it, from what had been read until then")

@@ -28,6 +28,7 @@ _CHUNK = 1 << 16
 _STOP = "\x03"  # Ctrl-C
 _KEPT = 4095  # bytes of a line that a terminal keeps which edits lines itself
 LONG, LINES = 1000, 12  # a paste beyond these is shown as a few words
+_REPLY = re.compile(r"\x1b\[\d+;\d+R")  # where the cursor is: the answer to the editor's question
 _HELD = re.compile(r"\[paste (\d+): [\d,]+ characters\]")
 
 
@@ -73,12 +74,12 @@ def paste_input(stdin: TextIO) -> Input:
                 data += self._rest(_QUIET, "~")  # a mark that was cut by the end of the block
             if _BEGIN in data:
                 return self._bracketed(data)
-            if len(data) < _BURST or "\x1b" in data:
+            if len(data) < _BURST or "\x1b" in _REPLY.sub("", data):
                 return self._typed(data)
             data += self._rest(_QUIET, "")
             if _STOP in data:  # somebody has thought better of it
                 return [KeyPress(Keys.ControlC, _STOP)]
-            return [_paste(data)]
+            return self._pasted(data)
 
         def _typed(self, data: str) -> list[KeyPress]:
             self.vt100_parser.feed(data)
@@ -90,7 +91,12 @@ def paste_input(stdin: TextIO) -> Input:
             if _END not in text:
                 text += self._rest(_PATIENCE, _END)
             text, _, after = text.partition(_END)
-            return [*self._typed(before), _paste(text), *self._typed(after)]
+            return [*self._typed(before), *self._pasted(text), *self._typed(after)]
+
+        def _pasted(self, text: str) -> list[KeyPress]:
+            """One key for the paste; what the terminal itself has put into it is taken out and heard."""
+            replies = self._typed("".join(_REPLY.findall(text)))
+            return [*replies, KeyPress(Keys.BracketedPaste, _REPLY.sub("", text))]
 
         def _rest(self, patience: float, end: str) -> str:
             """What else arrives, until `end` or a silence of `patience` seconds."""
@@ -100,15 +106,12 @@ def paste_input(stdin: TextIO) -> Input:
                 more = self.stdin_reader.read(_CHUNK)
                 if self.stdin_reader.closed:
                     break
-                tail = tail[-len(end) :] + more
                 parts.append(more)
+                if end:
+                    tail = tail[-len(end) :] + more
             return "".join(parts)
 
     return PasteInput(stdin)
-
-
-def _paste(text: str) -> KeyPress:
-    return KeyPress(Keys.BracketedPaste, text)
 
 
 def read_pasted(stdin: TextIO) -> tuple[str, bool]:

@@ -104,7 +104,8 @@ class Repl:
                 self.out.note("stopped")
 
     def _editor(self) -> LineReader:
-        if self.out.stderr.is_dumb_terminal:
+        shown = self.out.stderr.is_terminal or self.out.stdout.is_terminal
+        if self.out.stderr.is_dumb_terminal or not shown:
             return PlainReader(self.out)
         from molora_cli.views.prompt import Editor
 

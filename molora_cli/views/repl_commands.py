@@ -166,8 +166,8 @@ def _load_adapter(repl: Repl, name: str, place: str) -> None:
     if model.router is not None:
         kind = shorten(model.router.spec.kind, 40)
         taught = (
-            f"molora add ... --data {name}=FILE gives it a column from examples"
-            if "centroid" in kind
+            f"molora add BUNDLE {name}=PATH --data {name}=FILE gives it a column"
+            if "centroid" in kind or "context" in kind
             else "molora train-router teaches it"
         )
         repl.out.note(f"the {kind} router does not know it and gives it no token ({taught})")
@@ -197,7 +197,8 @@ def _why(repl: Repl, argument: str) -> None:
         best = max(event.route.scores[-1], key=lambda item: item[1])[0]
         note = training_note(session.model, session.read_before(number), best)
     layers = () if router is None else router.group_ranges
-    repl.say(why(event, number, repl.palette, session.model.muted, layers, note))
+    hold = 0.0 if router is None else max(stage.spec.margin for stage in router.stages)
+    repl.say(why(event, number, repl.palette, session.model.muted, layers, note, hold))
 
 
 def _number_tokens(repl: Repl) -> None:
