@@ -20,13 +20,13 @@ from molora_cli.core.bench.runners import (
 from molora_cli.core.bench.timing import Side
 from molora_cli.core.bench.work import decode_bytes, forward_flops, weight_bytes
 
-STEPS = 4  # tokens of a decode turn
+STEPS = 4  # tokens of a decode turn; one where the whole text runs for each
 
 
 def decode_sides(
     material: Material, runners: list[tuple[Engine, Runner]], context: int, turns: int
 ) -> list[Side]:
-    """A side per runner: STEPS tokens a turn after `context` cached ones, all sides fed the same ids.
+    """A side per runner: a few tokens a turn after `context` cached ones, all sides fed the same ids.
 
     runners: with the engine that fills their caches. turns: at most so many; the context grows as they go.
     """
@@ -41,6 +41,7 @@ def decode_sides(
 def _decode(material: Material, engine: Engine, runner: Runner, prompt: Tensor, fed: Tensor) -> Side:
     whole = torch.cat([prompt, fed], 1)
     context = place = prompt.shape[1]
+    steps = STEPS if runner.cached else 1
     room = whole.shape[1] if runner.static else None
     cache: Any = None
     if runner.routed is not None:
@@ -55,7 +56,7 @@ def _decode(material: Material, engine: Engine, runner: Runner, prompt: Tensor, 
 
     def call() -> None:
         nonlocal place
-        for _ in range(STEPS):
+        for _ in range(steps):
             ids = whole[:, place : place + 1] if runner.cached else whole[:, : place + 1]
             runner.forward(ids, cache)
             place += 1
@@ -64,7 +65,7 @@ def _decode(material: Material, engine: Engine, runner: Runner, prompt: Tensor, 
         runner.name,
         runner.title,
         call,
-        units=STEPS,
+        units=steps,
         moved=decode_bytes(material, context, runner.top),
         flops=forward_flops(material, 1, context, runner.top),
         before=runner.ready,
