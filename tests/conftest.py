@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -171,3 +173,59 @@ def chat_bundle(
     made = attach(opened, Rules(kind="vocab", rules=("math=range:64-150", "code=range:200-319"), rest="base"))
     opened.set_router(made.spec, made.tensors)
     return folder
+
+
+@pytest.fixture(scope="session")
+def loaded_chat(chat_bundle: Path) -> Any:
+    from molora_cli import load
+
+    return load(chat_bundle)
+
+
+@pytest.fixture
+def chat_model(loaded_chat: Any) -> Iterator[Any]:
+    """`chat_bundle` loaded; whatever a test sets is taken back."""
+    template = loaded_chat.tokenizer.chat_template
+    yield loaded_chat
+    loaded_chat.tokenizer.chat_template = template
+    loaded_chat.auto()
+    loaded_chat.muted = frozenset()
+    loaded_chat.router.k = loaded_chat.router.temperature = None
+
+
+@pytest.fixture
+def make_repl() -> Callable[..., Any]:
+    """make_repl(model, width=200, **console) -> a chat whose screen is in memory: said(line) is what a line
+    gives beside the answer, answered() what the answers gave since it was asked last."""
+    from rich.console import Console
+
+    from molora_cli.core.chat_session import ChatSession, Settings
+    from molora_cli.out import Out
+    from molora_cli.views.palette import Palette
+    from molora_cli.views.repl import Repl
+
+    class Heard(Repl):
+        def said(self, line: str) -> str:
+            _taken(self.out.stderr)
+            assert self.handle(line)
+            return _taken(self.out.stderr)
+
+        def answered(self) -> str:
+            return _taken(self.out.stdout)
+
+    def make(model: Any, width: int = 200, **console: Any) -> Heard:
+        session = ChatSession(model, notify=lambda message: None)
+        session.settings = Settings(max_new_tokens=5, ignore_eos=True)
+        out = Out()
+        out.stdout = Console(file=io.StringIO(), width=width, _environ={}, **console)
+        out.stderr = Console(file=io.StringIO(), width=width, _environ={})
+        return Heard(session, out, Palette(model.adapters, out.stdout))
+
+    return make
+
+
+def _taken(console: Any) -> str:
+    text = str(console.file.getvalue())
+    console.file.seek(0)
+    console.file.truncate()
+    return text

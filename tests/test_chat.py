@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,14 @@ def bundle(chat_bundle: Path) -> Path:
     return chat_bundle
 
 
-@pytest.fixture(scope="session")
-def loaded(chat_bundle: Path) -> Any:
-    from molora_cli import load
-
-    return load(chat_bundle)
+@pytest.fixture
+def loaded(loaded_chat: Any) -> Any:
+    return loaded_chat
 
 
 @pytest.fixture
-def model(loaded: Any) -> Iterator[Any]:
-    template = loaded.tokenizer.chat_template
-    yield loaded
-    loaded.tokenizer.chat_template = template
-    loaded.auto()
-    loaded.muted = frozenset()
+def model(chat_model: Any) -> Any:
+    return chat_model
 
 
 @pytest.fixture
@@ -206,6 +200,30 @@ def test_route_and_mute_options(run: Run, bundle: Path) -> None:
     assert '"share": {"base": 1.0}' in run("chat", bundle, *options, "--route", "off")[1]
     assert "code" in run("chat", bundle, *options)[1]
     assert "code" not in run("chat", bundle, *options, "--mute", "code")[1]
+
+
+def test_a_saved_conversation_is_resumed_and_options_go_first(
+    run: Run, bundle: Path, session: ChatSession, tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.json"
+    session.settings.max_new_tokens = 3
+    session.only("math")
+    talk(session, "one")
+    session.save(file)
+
+    def summary(*options: object) -> dict[str, Any]:
+        code, out, err = run("chat", bundle, "--resume", file, "-p", "two", "--json", *options)
+        assert code == 0, err
+        return json.loads(out.splitlines()[-1])  # type: ignore[no-any-return]
+
+    resumed = summary()
+    assert resumed["tokens"] == 3 and resumed["share"] == {"math": 1.0}
+    alone = json.loads(run("chat", bundle, "-p", "two", "--json")[1].splitlines()[-1])
+    assert resumed["prompt_tokens"] > alone["prompt_tokens"]
+    changed = summary("--max-new-tokens", 2, "--route", "off")
+    assert changed["tokens"] == 2 and changed["share"] == {"base": 1.0}
+    code, _, err = run("chat", bundle, "--resume", tmp_path / "none.json", "-p", "x")
+    assert code == 2 and "cannot read" in err and "loading" not in err
 
 
 def test_the_same_seed_gives_the_same_answer(run: Run, bundle: Path) -> None:
