@@ -203,6 +203,25 @@ def test_any_strides_and_leading_dimensions(blocks: tuple[int, int], dtype: torc
     assert torch.equal(y, before)
 
 
+def test_many_tokens_are_masked_where_that_is_faster() -> None:
+    """All adapters at once: as close to the oracle as one by one; tokens of the base keep the base's bits."""
+    case = random_case(6, tokens=90, inputs=48, outputs=40, ranks=[4, 0, 7], top=2, base_share=0.5)
+    made, layout = make_case_bank(case)
+    plan = case_plan(case, layout)
+    assert ops._masks(case.x, made, plan)
+    assert not ops._masks(case.x, dataclasses.replace(made, finite=False), plan)
+    assert not ops._masks(case.x.bfloat16(), made, plan)
+    one = dataclasses.replace(case, slots=case.slots[:, :1] * 0, weights=case.weights[:, :1])
+    assert ops._masks(case.x, made, case_plan(one, layout))
+    mixed = run(case)
+    close(mixed, case)
+    base = (case.slots == 0).all(1)
+    assert base.any() and torch.equal(mixed[base], ops.plain_linear(case.x, case.weight, None, "cpu")[base])
+    many = random_case(6, tokens=90, inputs=48, outputs=40, ranks=[4] * 7, top=2)
+    made, layout = make_case_bank(many)
+    assert not ops._masks(many.x, made, case_plan(many, layout))  # seven adapters, two of them chosen
+
+
 @pytest.mark.parametrize("tokens", [8, 40])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_only_the_slots_that_a_token_takes_are_read(poison: float, tokens: int) -> None:

@@ -14,6 +14,8 @@ from molora_kernels import cpu_ops
 from molora_kernels.bank import Bank, Plan
 from molora_kernels.dispatch import routed_linear
 
+MANY_TOKENS = 64  # a guess: the crossing was not measured
+
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str = "torch") -> Tensor:
     """W x + bias. x: (..., in), weight: (out, in), bias: (out,) or None -> (..., out)."""
@@ -31,6 +33,8 @@ def mixed_linear(
     (..., out). A token with no slot chosen gets what `plain_linear` gives: bit for bit up to 16 tokens.
     """
     if backend == "cpu" and _runs(x, bank, plan, weight, bias):
+        if _masks(x, bank, plan):
+            return _masked(x, plain_linear(x, weight, bias, backend), bank, plan)
         return torch.ops.molora_cpu.linear(x, weight, bias, None, *cpu_ops.adapters(bank, plan))
     return routed_linear(x, F.linear(x, weight, bias), bank, plan)
 
@@ -42,6 +46,27 @@ def mixed_delta(x: Tensor, y: Tensor, bank: Bank, plan: Plan, backend: str = "to
     if backend == "cpu" and _runs(x, bank, plan, y):
         return torch.ops.molora_cpu.delta(y, x, bank.base_bias, *cpu_ops.adapters(bank, plan))
     return routed_linear(x, y, bank, plan)
+
+
+def _masks(x: Tensor, bank: Bank, plan: Plan) -> bool:
+    """Whether many tokens are multiplied with all adapters, and masked, faster than each with its own.
+
+    A product of whole matrices costs a third of what gathered rows do (measured on AVX2 with ranks 16 and 64,
+    512 tokens). Of no use where factors that nobody chose could leak (NaN), and in half widths, which torch
+    multiplies slowly there.
+    """
+    adapters, (tokens, top) = plan.gates.shape[1] - 1, plan.slots.shape
+    if x.dtype != torch.float32 or tokens < MANY_TOKENS or adapters > 3 * top:
+        return False
+    return bank.finite and bank.out_scale is None and bank.out_bias is None
+
+
+def _masked(x: Tensor, y: Tensor, bank: Bank, plan: Plan) -> Tensor:
+    """y + B (mask (A x)), the second sum in place. x (..., in), y (..., out), which no one else holds."""
+    columns = plan.columns[bank.layout]
+    hidden = F.linear(x.reshape(-1, x.shape[-1]), bank.A)  # (N, R)
+    hidden = torch.where(columns.chosen, hidden * columns.coefficient, torch.zeros_like(hidden))
+    return y.view(-1, y.shape[-1]).addmm_(hidden, bank.B.t()).view(y.shape)
 
 
 def _runs(x: Tensor, bank: Bank, plan: Plan, *more: Tensor | None) -> bool:
