@@ -137,6 +137,27 @@ def test_an_interrupted_answer_stays_in_the_history(session: ChatSession) -> Non
     assert len(talk(session, "two")) == 5
 
 
+def test_an_answer_broken_off_within_a_forward_harms_nothing(session: ChatSession, model: Any) -> None:
+    talk(session, "one")
+    hits = [0]
+
+    def stop(*_: object) -> None:
+        hits[0] += 1
+        if hits[0] == 3:
+            raise KeyboardInterrupt
+
+    hook = model.base.model.layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        talk(session, "two")
+    hook.remove()
+    assert len(session.last.events) == 2 and session.last.stop == "interrupted"
+    with pytest.raises(InputError, match="broken off"):
+        session.trace()
+    events = talk(session, "three")
+    messages = [dict(turn) for turn in session.conversation.turns[:-1]]
+    assert [e.id for e in events] == [e.id for e in model.stream(messages, max_new_tokens=5, ignore_eos=True)]
+
+
 def test_regenerate_replaces_the_answer(session: ChatSession) -> None:
     with pytest.raises(InputError, match="no question"):
         session.regenerate()

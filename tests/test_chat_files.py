@@ -99,6 +99,26 @@ def test_a_saved_conversation_brings_settings_and_routing(
         repl.handle(f"/save {tmp_path}")
 
 
+def test_a_place_that_cannot_be_written_does_not_end_the_chat(
+    repl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["hello", f"/save {tmp_path}/none/talk.json", "/trace /dev/none/x", "/stats"])
+
+    class Reader:
+        unfinished = False
+
+        def read(self, prompt: str) -> str:
+            try:
+                return next(lines)
+            except StopIteration:
+                raise EOFError from None
+
+    monkeypatch.setattr(repl, "_editor", Reader)
+    repl.run()
+    text = repl.out.stderr.file.getvalue()
+    assert text.count("error: ") == 2 and "5 tokens in 1 answer" in text
+
+
 def test_what_a_saved_conversation_cannot_bring_is_said(repl: Any, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     body = {"format": "molora-chat", "format_version": 1, "system": None, "turns": []}

@@ -102,6 +102,11 @@ class Repl:
                 self.out.error(error)
             except KeyboardInterrupt:
                 self.out.note("stopped")
+            except BrokenPipeError:  # nobody reads the answers any more
+                raise
+            except OSError as error:  # a full disk, say, is no reason to lose the conversation
+                where = f" ({error.filename})" if error.filename else ""
+                self.out.error(MoloraError(f"{error.strerror or error}{where}", "choose another place"))
 
     def _editor(self) -> LineReader:
         shown = self.out.stderr.is_terminal or self.out.stdout.is_terminal

@@ -15,6 +15,7 @@ from molora_cli.errors import InputError
 from molora_cli.text import printable, shorten
 from molora_cli.views.chat import why
 from molora_cli.views.coloured import NEWLINE
+from molora_cli.views.interrupt import interruptible
 from molora_cli.views.palette import Palette
 
 if TYPE_CHECKING:
@@ -155,7 +156,8 @@ def _load_adapter(repl: Repl, name: str, place: str) -> None:
     if not place:
         raise InputError(f"/load {name}= has no path", f"write /load {name}=FOLDER, the folder of an adapter")
     model = repl.session.model
-    done = load_adapter(model, name, place)
+    with interruptible():  # Ctrl-C waits: half an adapter would be worse than one too many
+        done = load_adapter(model, name, place)
     repl.palette = Palette(model.adapters, repl.out.stdout)
     for note in done.notes:
         repl.out.warn(f"{name}: {note}")
