@@ -140,10 +140,11 @@ def _show(console: Console, document: dict[str, Any]) -> None:
 
     did = "router of" if document["written"] else "dry run, nothing written: router of"
     console.print(Text(f"{did} {printable(document['bundle'])}: {document['kind']}", style="bold"))
+    accuracy: dict[str, float] = document.get("held_out_accuracy") or {}
     columns = {
         "weight": document.get("weights"),
         "tokens": document.get("tokens"),
-        "held-out accuracy": document.get("held_out_accuracy"),
+        "held out, % right": {n: round(100 * a, 1) for n, a in accuracy.items()},
     }
     columns = {title: values for title, values in columns.items() if values}
     table = Table(box=None)
