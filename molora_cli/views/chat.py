@@ -190,7 +190,7 @@ def why(
         )
         text.append(f"{where}{taken}")
         if not route.scores:
-            text.append("\nno router decided: the route was fixed\n")
+            text.append("\nno router decided: the route was fixed (/only, or --route)\n")
             continue
         ranked = sorted(route.scores[group], key=lambda item: -item[1])
         if many:
@@ -203,7 +203,9 @@ def why(
                 text.append(f"  kept from the token before: {best} is not better by the margin {hold:g}\n")
     if note:
         text.append(f"{note}\n")
-    text.append("decided at the token before it, from what had been read until then")
+    if route.scores:
+        text.append("decided at the token before it, from what had been read until then\n")
+    text.rstrip()
     return text
 
 

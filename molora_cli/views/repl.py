@@ -150,11 +150,9 @@ class Repl:
             return False
         if name not in COMMANDS:
             close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-            hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
-            raise InputError(
-                f"there is no command '/{shorten(name, 40)}'",
-                f"{hint} (for a question that begins with /, write a space before it)",
-            )
+            lost = "/help lists the commands; for a question that begins with /, write a space before it"
+            hint = f"did you mean /{close[0]}?" if close else lost
+            raise InputError(f"there is no command '/{shorten(name, 40)}'", hint)
         command, argument = COMMANDS[name], argument.strip()
         if not argument and command.argument and not command.argument.startswith("["):
             raise InputError(
