@@ -67,6 +67,8 @@ def _distances(router: RouterStack, bundle: Bundle | None, ids: Sequence[int]) -
         if x is None or "statistics.scatter" not in own:
             continue
         known = Moments.of_tensors(own)
+        if known.mean.shape != (len(stage.experts), len(x)):
+            return []  # another router than the bundle's is in use
         tokens = float(stage.spec.params.get("scatter_tokens", known.count.sum()))
         shrinkage = float(stage.spec.params.get("shrinkage", _SHRINKAGE))
         pooled = known.scatter / max(tokens, 1.0)  # (F, F)
