@@ -55,10 +55,10 @@ def _masks(x: Tensor, bank: Bank, plan: Plan) -> bool:
     512 tokens). Of no use where factors that nobody chose could leak (NaN), and in half widths, which torch
     multiplies slowly there.
     """
-    adapters, (tokens, top) = plan.gates.shape[1] - 1, plan.slots.shape
-    if x.dtype != torch.float32 or tokens < MANY_TOKENS or adapters > 3 * top:
+    if x.dtype != torch.float32 or len(plan.slots) < MANY_TOKENS:
         return False
-    return bank.finite and bank.out_scale is None and bank.out_bias is None
+    adapters, top = plan.gates.shape[1] - 1, plan.slots.shape[1]
+    return adapters <= 3 * top and bank.finite and bank.out_scale is None and bank.out_bias is None
 
 
 def _masked(x: Tensor, y: Tensor, bank: Bank, plan: Plan) -> Tensor:

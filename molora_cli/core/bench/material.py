@@ -223,6 +223,9 @@ def _context_router(around: Surroundings, adapters: Sequence[str], seed: int) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = _spread_out(ContextNet(embedding.shape[1], len(adapters)))
+        # the token itself weighs most, so that routes can change with every token of a long text too
+        with torch.no_grad():
+            net.inner.weight[:, net.projection :] *= 0.2
     sampled, samples = sample_rows(embedding)
     params = {
         "decays": list(net.decays),
