@@ -247,9 +247,9 @@ def _first(out: Out, what: str, source: Source, show: Show, *, keep_all: bool) -
             began = time.monotonic()
             found = survey(bundle, documents, keep=keep, top=show.top, template=show.template)
         seconds = time.monotonic() - began
-        out.note(
-            f"routed {found.tokens:,} tokens in {seconds:.1f} s ({found.tokens / seconds:,.0f} a second)"
-        )
+        if found.tokens >= 10_000:  # fewer take as long as loading does, and a rate would mean nothing
+            rate = found.tokens / seconds
+            out.note(f"routed {found.tokens:,} tokens in {seconds:.1f} s ({rate:,.0f} a second)")
         first = Shown(place, found.trace, found.stats, found.tokens, found.documents, bundle)
         for warning in bundle.warnings:
             out.warn(warning)
