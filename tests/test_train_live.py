@@ -26,8 +26,8 @@ from molora_cli.core.training.heads import HeadSettings, fit_lda
 from molora_cli.core.training.live_job import LiveSettings, chosen_taps, live_score, train_live
 from molora_cli.core.training.metrics import measure
 from molora_cli.core.training.router_loop import train_context
-from molora_cli.core.training.router_rows import RouterRows, RouterSettings, TokenRow, prepare
-from molora_cli.core.training.states import States, collect_states, label_route, lead_in
+from molora_cli.core.training.router_rows import RouterRows, RouterSettings, prepare
+from molora_cli.core.training.states import States, collect_states, label_route
 from molora_cli.errors import InputError
 
 NAMES = ("num", "low", "up")
@@ -92,7 +92,8 @@ def test_a_router_learns_from_labels_and_reproduces(model: Any, rows: RouterRows
     found = measure(live_score(model, spec, tensors), rows)
     # the base is random: its states tell less than the ids, and much more than nothing (a third)
     assert all((found.accuracy(i) or 0) > 0.65 for i in range(3)), found.document()
-    assert (found.mixed_accuracy or 0) > 0.55
+    # some of these tokens lead to another part, which no state of a random base can tell
+    assert (found.mixed_accuracy or 0) > 0.45
     ranges = model.router.group_ranges
     wanted = {
         "taps": [(1, 2), (2, 4)],
@@ -151,18 +152,6 @@ def test_tokens_without_a_label_take_the_one_before_or_after() -> None:
     assert route.indices[0, :, 2, 0].tolist() == [-1, -1, -1, -1, 1, 1]
     assert route.indices[0, :, 0, 0].tolist() == [-1] * 6
     assert (route.indices[1] == -1).all() and (route.gates[1] == 0).all()
-
-
-def test_what_leads_to_a_part_takes_its_label() -> None:
-    def led(labels: list[int], completion: list[int]) -> list[int]:
-        row = TokenRow(torch.zeros(len(labels)), torch.tensor(labels), torch.tensor(completion).bool())
-        return lead_in(row).labels.tolist()
-
-    # joining words of an answer; those of a prompt stay without a label
-    assert led([-1, 0, -1, 1, -1, 0, -1, -1, 1], [0, 0, 0, 0, 1, 1, 1, 1, 1]) == [-1, 0, -1, 1, 0, 0, 1, 1, 1]
-    # without joining words: the last token before
-    assert led([0, 1, 1, 0, 0, 1], [0, 0, 0, 1, 1, 1]) == [0, 1, 0, 0, 1, 1]
-    assert led([0, 0, 1, -1], [0, 0, 0, 0]) == [0, 0, 1, -1]
 
 
 def test_closed_form_statistics_add_up() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from molora_cli.core.router.added import LDA, split_experts
 from molora_cli.core.router.files import join_tensors, stage_tensors
+from molora_cli.core.router.spans import PARTS
 from molora_cli.core.router.spec import BASE_EXPERT, RouterSpec, StageSpec
 from molora_cli.errors import InputError
 from molora_cli.text import shorten
@@ -78,6 +79,8 @@ def _drop(
     keep = [i for i, expert in enumerate(stage.experts) if expert != name]
     kept = _select(stage, tensors, keep)
     params = _params(stage.params, tensors, name)
+    if stage.kind == "context" and "ahead.inner.weight" in kept:
+        kept = _less_ahead(stage, kept, name)
     if stage.params.get("added"):
         kept, heads = _without_gate(stage, kept, name)
         params = {**params, "added": heads} if heads else {k: v for k, v in params.items() if k != "added"}
@@ -100,6 +103,19 @@ def _select(stage: StageSpec, tensors: Mapping[str, Tensor], keep: list[int]) ->
         if dimension is not None and not name.endswith("inner.weight") and not name.endswith("inner.bias"):
             columns = wanted[wanted < tensor.shape[dimension]]  # fewer where others were added later
             kept[name] = tensor.index_select(dimension, columns).contiguous()
+    return kept
+
+
+def _less_ahead(stage: StageSpec, tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """A context stage's network that looks ahead (see `spans`) without what it reads and says of `name`."""
+    trained, _ = split_experts(stage)
+    keep = torch.tensor([i for i, expert in enumerate(trained) if expert != name])
+    weight = tensors["ahead.inner.weight"]
+    width = weight.shape[1] - PARTS * len(trained)
+    blocks = weight[:, width:].unflatten(1, (PARTS, len(trained)))[:, :, keep].flatten(1)
+    kept = {**tensors, "ahead.inner.weight": torch.cat([weight[:, :width], blocks], 1).contiguous()}
+    for key in ("ahead.outer.weight", "ahead.outer.bias"):
+        kept[key] = tensors[key].index_select(0, keep).contiguous()
     return kept
 
 

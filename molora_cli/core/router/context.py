@@ -3,7 +3,9 @@
     x_t = (E[id_t] - centre) / scale            centred, scaled input embedding, (d,)
     e_t = P x_t + b                             projection, (p,)
     f_t = [LN(e_t), LN(avg_a(e)_t) for each decay a]    context features, ((1 + D) p,), see `features`
-    z_t = V gelu(U f_t + u) + v                 logits over the experts, (E,)
+    h_t = gelu(U f_t + u),  z_t = V h_t + v             logits over the experts, (E,)
+
+and then what the conversation's parts so far say of the one that comes next, see `spans`.
 
 The route depends on token ids alone: it is known before the forward, serves all layers in one pass and costs
 O(T). Training runs in float32, routing in float64.
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from molora_cli.core.router.added import read_gates, share_out, split_experts
 from molora_cli.core.router.features import DECAYS, causal_averages, context_features, start_averages
 from molora_cli.core.router.kinds import IdStage, Scores, State, Surroundings, register_kind, stage_tensor
+from molora_cli.core.router.spans import AheadNet, remember, start_spans
 from molora_cli.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,7 +36,8 @@ _SAME = 0.98  # their least cosine: another precision of one base stays above, a
 
 
 class ContextNet(nn.Module):
-    """The trainable part. width d of the embedding, E experts, projection p, hidden units, decays (D,)."""
+    """The trainable part. width d of the embedding, E experts, projection p, hidden units, decays (D,); units
+    of the network that looks ahead, 0 = there is none."""
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class ContextNet(nn.Module):
         hidden: int = HIDDEN,
         decays: Sequence[float] = DECAYS,
         dropout: float = 0.0,
+        units: int = 0,
     ) -> None:
         super().__init__()
         self.decays = tuple(decays)
@@ -51,6 +56,7 @@ class ContextNet(nn.Module):
         self.inner = nn.Linear(projection * (1 + len(self.decays)), hidden)
         self.outer = nn.Linear(hidden, experts)
         self.drop = nn.Dropout(dropout)
+        self.ahead: AheadNet | None = AheadNet(projection, hidden, experts, units) if units else None
 
     @property
     def projection(self) -> int:
@@ -61,10 +67,35 @@ class ContextNet(nn.Module):
         averages, after = causal_averages(e, mask, state, self.decays)
         return context_features(e, averages), after
 
+    def hidden(self, features: Tensor) -> Tensor:
+        """Hidden units (..., h) of features (..., (1 + D) p)."""
+        return nn.functional.gelu(self.inner(features))
+
     def forward(self, features: Tensor) -> Tensor:
-        """Logits (..., E) of features (..., (1 + D) p)."""
-        out: Tensor = self.outer(self.drop(nn.functional.gelu(self.inner(features))))
+        """Logits (..., E) of features (..., (1 + D) p), without a look ahead."""
+        out: Tensor = self.outer(self.drop(self.hidden(features)))
         return out
+
+    def corrected(
+        self, features: Tensor, cuts: Tensor, mask: Tensor | None, state: State
+    ) -> tuple[Tensor, State]:
+        """Logits (B, T, E) of features (B, T, (1 + D) p) with the look ahead, and the state of `spans` after
+        them; cuts (B, T) bool."""
+        hidden = self.hidden(features)
+        logits: Tensor = self.outer(hidden)
+        if self.ahead is None:
+            return logits, {}
+        own = features[..., : self.projection]
+        spans, after = remember(logits.softmax(-1), own, cuts, mask, state)
+        return self.ahead.correct(self.ahead.read(features, hidden, logits, spans), logits), after
+
+    def start(self, batch: int, dtype: torch.dtype, device: Any = None) -> State:
+        """State before the first token."""
+        state = start_averages(batch, self.projection, self.decays, dtype=dtype, device=device)
+        if self.ahead is None:
+            return state
+        experts = self.outer.out_features
+        return state | start_spans(batch, experts, self.projection, dtype=dtype, device=device)
 
 
 def normalised(embedding: Tensor, centre: Tensor, scale: float) -> Tensor:
@@ -96,7 +127,8 @@ class ContextStage(IdStage):
 
     tensors: centre (d,), project.weight (p, d), project.bias (p,), inner.*, outer.*, samples (n, d) rows of
     the embedding it was trained on, the statistics of training (not read here), and added.* gates of experts
-    that came later. params: decays, projection, hidden, scale, sampled ids, added.
+    that came later. params: decays, projection, hidden, scale, sampled ids, added; ahead: `units` of the
+    network that looks ahead, and the ids of the tokens that cut spans, `cuts`.
     """
 
     kind = "context"
@@ -118,6 +150,7 @@ class ContextStage(IdStage):
             projection=params["projection"],
             hidden=params["hidden"],
             decays=params["decays"],
+            units=params["units"],
         ).double()
         shapes = {name: tuple(p.shape) for name, p in self.net.state_dict().items()}
         weights = {n: stage_tensor(tensors, n, shape, self.kind).double() for n, shape in shapes.items()}
@@ -127,16 +160,21 @@ class ContextStage(IdStage):
         for gate in self.gates:
             gate.to(around.device)
         embedding = around.embedding.to(around.device)
+        self.cuts = torch.zeros(len(embedding), dtype=torch.bool)
+        self.cuts[[i for i in params["cuts"] if 0 <= i < len(embedding)]] = True
+        self.cuts = self.cuts.to(around.device)
         self.table = project_table(self.net, embedding, centre.to(around.device), params["scale"])  # (V, p)
 
     def start(self, batch: int) -> State:
-        return start_averages(batch, self.net.projection, self.net.decays, device=self.table.device)
+        return self.net.start(batch, torch.float64, self.table.device)
 
     @torch.no_grad()
     def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
         features, after = self.features(ids, mask, state)
-        logp = share_out(self.net(features).log_softmax(-1), features, self.gates)
-        return Scores(logp.unsqueeze(2)), after
+        cuts = self.cuts[ids.clamp(0, len(self.cuts) - 1)]
+        logits, spans = self.net.corrected(features, cuts, mask, state)
+        logp = share_out(logits.log_softmax(-1), features, self.gates)
+        return Scores(logp.unsqueeze(2)), {**after, **spans}
 
     @torch.no_grad()
     def features(self, ids: Tensor, mask: Tensor | None, state: State) -> tuple[Tensor, State]:
@@ -148,6 +186,7 @@ class ContextStage(IdStage):
 
 def _params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes and decays of the header, checked: a damaged file must not allocate without bound."""
+    ahead = params.get("ahead") or {}
     try:
         decays = tuple(float(a) for a in params["decays"])
         found: dict[str, Any] = {
@@ -156,8 +195,10 @@ def _params(params: Mapping[str, Any]) -> dict[str, Any]:
             "hidden": int(params["hidden"]),
             "scale": float(params["scale"]),
             "sampled": [int(i) for i in params["sampled"]],
+            "units": int(ahead.get("units", 0)),
+            "cuts": [int(i) for i in ahead.get("cuts", [])],
         }
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"the context router's header lacks or garbles a parameter ({error})", _AGAIN
         ) from error
@@ -165,6 +206,8 @@ def _params(params: Mapping[str, Any]) -> dict[str, Any]:
         len(found["sampled"]) <= 4096
         and 0 < found["projection"] <= 4096
         and 0 < found["hidden"] <= 16384
+        and 0 <= found["units"] <= 4096
+        and len(found["cuts"]) <= 65536
         and len(decays) <= 32
     )
     if not sizes_fit or not all(0 < a < 1 for a in decays) or not found["scale"] > 0:

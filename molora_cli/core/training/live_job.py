@@ -17,7 +17,7 @@ from molora_cli.core.router.stack import RouterStack
 from molora_cli.core.router.taps import LDA, MLP, default_taps, tap_groups
 from molora_cli.core.training.heads import HeadSettings, fit_lda, fit_mlp, taps_spec
 from molora_cli.core.training.router_rows import MIXED, RouterRows, RouterSettings, TokenRow
-from molora_cli.core.training.states import collect_states, lead_in
+from molora_cli.core.training.states import collect_states
 from molora_cli.errors import InputError
 from molora_cli.out import Ticker, no_ticks
 
@@ -60,7 +60,7 @@ def attached_model(bundle: Bundle, tokenizer: Any = None) -> RoutedModel:
 def fewer(rows: RouterRows, count: int, mixes: int) -> list[TokenRow]:
     """`count` training rows of each domain and `mixes` rows that change domain."""
     chosen = [row for name in rows.experts for row in rows.train[name][:count]]
-    return [lead_in(row) for row in [*chosen, *rows.train.get(MIXED, [])[:mixes]]]
+    return [replace(row, labels=row.led) for row in [*chosen, *rows.train.get(MIXED, [])[:mixes]]]
 
 
 def measured_rows(rows: RouterRows) -> RouterRows:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from molora_cli.core.router.hysteresis import hold, traded
 from molora_cli.core.router.kinds import IdStage
-from molora_cli.core.training.router_rows import MIXED, RouterRows, TokenRow, collate
+from molora_cli.core.training.router_rows import MIXED, RouterRows, TokenRow, collate, collate_ahead
 
 PARTS = ("prompt", "completion")
 FEW_DOCUMENTS = 8
@@ -124,7 +124,8 @@ def measure(score: IdStage | Score, rows: RouterRows) -> Measured:
         ordered = sorted(group, key=lambda r: len(r.ids))
         for first in range(0, len(ordered), _BATCH):
             part = ordered[first : first + _BATCH]
-            ids, labels, completion = collate(part)
+            ids, _, completion = collate(part)
+            labels, _ = collate_ahead(part)
             real = _real(part, ids.shape[1])
             logp = score(ids, real)  # (B, T, E)
             chosen = logp.argmax(-1)

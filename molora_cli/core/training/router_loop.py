@@ -33,6 +33,7 @@ from molora_cli.core.router.features import (
 from molora_cli.core.router.files import tensor_name
 from molora_cli.core.router.moments import Moments
 from molora_cli.core.router.spec import RouterSpec, StageSpec
+from molora_cli.core.training.ahead import fit_ahead
 from molora_cli.core.training.router_rows import RouterRows, RouterSettings, TokenRow, collate, draw_batch
 from molora_cli.errors import InputError, MoloraError
 from molora_cli.out import Ticker, no_ticks
@@ -62,7 +63,9 @@ class Trained:
 class _Batches:
     """Projects only the distinct tokens of a batch: most tokens of a text repeat."""
 
-    def __init__(self, embedding: Tensor) -> None:
+    def __init__(self, embedding: Tensor, cuts: Sequence[int]) -> None:
+        self.cuts = torch.zeros(len(embedding), dtype=torch.bool)
+        self.cuts[[i for i in cuts if 0 <= i < len(embedding)]] = True
         self.sampled, self.samples = sample_rows(embedding)
         self.centre, self.scale = centre_and_scale(embedding)
         self.table = normalised(embedding, self.centre, self.scale)  # (V, d) float32
@@ -75,6 +78,10 @@ class _Batches:
         state = start_averages(ids.shape[0], net.projection, net.decays, dtype=torch.float32)
         averages, _ = causal_averages(e, None, state, net.decays)
         return context_features(e[wanted], averages[wanted])
+
+    def all(self, net: ContextNet, ids: Tensor) -> Tensor:
+        """Those of all tokens, (B, T, (1 + D) p)."""
+        return self.features(net, ids, torch.ones_like(ids, dtype=torch.bool)).view(*ids.shape, -1)
 
 
 def _loss(
@@ -185,7 +192,7 @@ def train_context(
     began = time.monotonic()
     key = f"{rows.digest} {settings.digest()}"
     checkpoint = work / CHECKPOINT if work is not None else None
-    batches = _Batches(embedding)
+    batches = _Batches(embedding, rows.cuts)
     with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(settings.seed)
         net = ContextNet(
@@ -230,6 +237,8 @@ def train_context(
         if progress["best"] is not None:
             net.load_state_dict(progress["best"])
         net.eval()
+        if settings.ahead is not None:
+            net.ahead = fit_ahead(net, batches.all, batches.cuts, rows, settings.ahead, ticker=ticker)
         trained = _finish(net, batches, rows, settings)
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
@@ -334,6 +343,7 @@ def _finish(
             "hidden": settings.hidden,
             "scale": batches.scale,
             "sampled": batches.sampled,
+            **({"ahead": {"units": net.ahead.units, "cuts": list(rows.cuts)}} if net.ahead else {}),
         },
     )
     training = {"data": dict(rows.digests), "documents": dict(rows.documents), "settings": asdict(settings)}

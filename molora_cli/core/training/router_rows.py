@@ -26,12 +26,28 @@ _CHARACTERS_PER_TOKEN = 3
 
 
 @dataclass(frozen=True)
+class AheadSettings:
+    """How the network that looks ahead is trained (`training.ahead`). lead_share: of a batch of `batch`
+    tokens lead to a part. lr falls linearly to 0."""
+
+    units: int = 64
+    steps: int = 600
+    batch: int = 2048
+    lead_share: float = 0.3
+    lr: float = 3e-3
+    weight_decay: float = 0.01
+    smoothing: float = 0.02
+    dropout: float = 0.1
+
+
+@dataclass(frozen=True)
 class RouterSettings:
     """How a context router is trained.
 
     rows: per domain at most; mixes: rows that change domain, mix_share of a batch; val_share: of a domain's
     documents is held out, val_rows at most; every: steps between evaluations; patience: evaluations without
-    progress before it stops. margin: see `router.hysteresis`.
+    progress before it stops. margin: see `router.hysteresis`. ahead: how the network that looks ahead is
+    trained, None: there is none.
     """
 
     steps: int = 500
@@ -54,6 +70,7 @@ class RouterSettings:
     decays: tuple[float, ...] = DECAYS
     top_k: int = 1
     margin: float = 0.0
+    ahead: AheadSettings | None = AheadSettings()
 
     def digest(self) -> str:
         return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()
@@ -61,11 +78,22 @@ class RouterSettings:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One row as tokens: ids, label (index into the experts, NO_LABEL = masked from the loss), completion."""
+    """One row as tokens: ids, label (index into the experts, NO_LABEL = masked from the loss), completion.
+
+    ahead: labels by which the tokens that lead to a part of an answer take that part's (None: as `labels`);
+    lead: which tokens those are.
+    """
 
     ids: Tensor  # (T,) int64
     labels: Tensor  # (T,) int64
     completion: Tensor  # (T,) bool
+    ahead: Tensor | None = None  # (T,) int64
+    lead: Tensor | None = None  # (T,) bool
+
+    @property
+    def led(self) -> Tensor:
+        """`ahead` where it is known, else `labels`."""
+        return self.labels if self.ahead is None else self.ahead
 
 
 @dataclass
@@ -79,6 +107,7 @@ class RouterRows:
     digests: dict[str, str]
     notes: list[str] = field(default_factory=list)
     seen: dict[str, str] = field(default_factory=dict)  # see overlap.pack: the documents, for an evaluation
+    cuts: tuple[int, ...] = ()  # ids of special tokens, see router.spans
 
     @property
     def digest(self) -> str:
@@ -135,11 +164,40 @@ def token_row(encoded: Encoded, example: Example, experts: Sequence[str]) -> Tok
         label = NO_LABEL if name is None else index[name]
         last = label if label != NO_LABEL else last
         labels.append(last if message < 0 else label)
+    ahead, lead = _ahead(labels, encoded)
     return TokenRow(
         torch.tensor(encoded.ids, dtype=torch.int64),
         torch.tensor(labels, dtype=torch.int64),
         torch.tensor(encoded.completion, dtype=torch.bool),
+        torch.tensor(ahead, dtype=torch.int64),
+        torch.tensor(lead, dtype=torch.bool),
     )
+
+
+def _ahead(labels: Sequence[int], encoded: Encoded) -> tuple[list[int], list[bool]]:
+    """Labels by which a token that leads to a part of an answer takes that part's, and which tokens do.
+
+    They are the template's tokens before an answer (where an answer has several parts, its first need not be
+    of the last question's domain), the words that join two parts, and where nothing joins them the last token
+    of the part before. Each predicts what comes, and a wrong adapter there costs most of what is lost on
+    answers in several parts.
+    """
+    completion, message = encoded.completion, encoded.message
+    found, lead = list(labels), [False] * len(labels)
+    following = NO_LABEL
+    for i in reversed(range(len(labels))):
+        if completion[i]:
+            if labels[i] == NO_LABEL:
+                found[i], lead[i] = following, following != NO_LABEL
+            else:
+                if following not in (NO_LABEL, labels[i]) and completion[i + 1] and labels[i + 1] != NO_LABEL:
+                    found[i], lead[i] = following, True
+                following = labels[i]
+        elif message[i] < 0 and following != NO_LABEL:
+            found[i], lead[i] = following, True
+        else:
+            following = NO_LABEL  # a user's words: nothing before them leads to an answer
+    return found, lead
 
 
 def _mixes(
@@ -208,6 +266,7 @@ def prepare(
         digests={name: rows_digest(rows) for name, rows in domains.items()},
         notes=notes,
         seen=pack([row for rows in (*train.values(), *held.values()) for row in rows]),
+        cuts=tuple(sorted({int(i) for i in tokenizer.all_special_ids})),
     )
 
 
@@ -224,6 +283,19 @@ def collate(rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor, Tensor]:
         n = len(row.ids)
         ids[i, :n], labels[i, :n], completion[i, :n] = row.ids, row.labels, row.completion
     return ids, labels, completion
+
+
+def collate_ahead(rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
+    """Right-padded (B, T) `led` (padding NO_LABEL) and `lead` (padding False)."""
+    width = max(len(r.ids) for r in rows)
+    labels = torch.full((len(rows), width), NO_LABEL)
+    lead = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        n = len(row.ids)
+        labels[i, :n] = row.led
+        if row.lead is not None:
+            lead[i, :n] = row.lead
+    return labels, lead
 
 
 def draw_batch(rows: RouterRows, settings: RouterSettings, step: int) -> list[TokenRow]:

@@ -42,25 +42,6 @@ class States:
         return len(self.labels)
 
 
-def lead_in(row: TokenRow) -> TokenRow:
-    """The row with what leads to a part of an answer labelled as that part: the words that join it to the one
-    before, and where there are none the last token before it.
-
-    The token before a part predicts its first token, so it is that part's adapter which should see it; a
-    hidden state can tell which part comes, where token ids often cannot.
-    """
-    known, completion = row.labels.tolist(), row.completion.tolist()
-    labels, following = list(known), NO_LABEL
-    for i in reversed(range(len(known))):
-        if known[i] == NO_LABEL:
-            labels[i] = following if completion[i] else NO_LABEL
-            continue
-        if i + 1 < len(known) and completion[i + 1] and known[i + 1] != NO_LABEL:
-            labels[i] = known[i + 1]
-        following = known[i]
-    return TokenRow(row.ids, torch.tensor(labels, dtype=torch.int64), row.completion)
-
-
 def label_route(
     labels: Tensor, experts: Sequence[str], adapters: Sequence[str], first: int, n_layers: int
 ) -> Route:
