@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,12 @@ def test_wrong_usage(made_up: list[Any], arguments: tuple[str, ...], said: str) 
 def test_a_bench_that_is_not_there() -> None:
     done = invoke("speed", "--append", "none")
     assert isinstance(done.exception, InputError) and "end-to-end" in done.exception.remedy
+
+
+def test_the_command_is_described_without_torch() -> None:
+    code = "import sys, molora_cli.commands.bench; print([m for m in ('torch', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_the_machine_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
