@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +237,9 @@ def train_context(
         if progress["best"] is not None:
             net.load_state_dict(progress["best"])
         net.eval()
-        if settings.ahead is not None:
-            net.ahead = fit_ahead(net, batches.all, batches.cuts, rows, settings.ahead, ticker=ticker)
+        if settings.ahead is not None:  # a short run looks ahead as briefly
+            ahead = replace(settings.ahead, steps=min(settings.ahead.steps, 2 * settings.steps))
+            net.ahead = fit_ahead(net, batches.all, batches.cuts, rows, ahead, ticker=ticker)
         trained = _finish(net, batches, rows, settings)
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
