@@ -154,6 +154,16 @@ def _rows(request: AddRequest) -> dict[str, list[Any]]:
     return read_domains(request.data, known=[name for name, _ in request.adapters])
 
 
+def _way_in(bundle: Bundle, name: str) -> str:
+    """How an adapter that the router does not know gets its tokens."""
+    place, spec = takes_columns(bundle.router_spec), bundle.router_spec
+    if spec is None or place is None:
+        return f"molora train-router {bundle.path} --data NAME=FILE ... --force trains it anew"
+    if spec.stages[place].kind == "context":
+        return f"molora train-router {bundle.path} --only {name} --data {name}=FILE adds it"
+    return f"add it with --data {name}=FILE"
+
+
 def _tell_reach(
     bundle: Bundle, new: Sequence[Adapter], grown: bool, domains: Mapping[str, Any], notes: list[str]
 ) -> None:
@@ -164,12 +174,7 @@ def _tell_reach(
         elif not (grown and adapter.name in domains):
             notes.append(
                 f"{adapter.name}: reachable by name only, the {shorten(routing.kind, 40)} router gives it no "
-                f"token; molora train-router {bundle.path} --data NAME=FILE ... --force trains it anew"
-                + (
-                    f" (or add it with --data {adapter.name}=FILE)"
-                    if takes_columns(bundle.router_spec) is not None
-                    else ""
-                )
+                f"token; {_way_in(bundle, adapter.name)}"
             )
 
 
