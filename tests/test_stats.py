@@ -125,12 +125,13 @@ def test_positions_are_counted_from_each_document() -> None:
 
 
 def test_groups_are_apart_and_dead_adapters_named() -> None:
-    indices = np.stack([np.zeros((4, 1)), np.ones((4, 1))], axis=1).astype(np.int16)
+    n = 100
+    indices = np.stack([np.zeros((n, 1)), np.ones((n, 1))], axis=1).astype(np.int16)
     trace = _trace(
-        [0] * 4,
+        [0] * n,
         [0, 2],
         indices=indices,
-        gates=np.ones((4, 2, 1), np.float32),
+        gates=np.ones((n, 2, 1), np.float32),
         domains=("x", "y"),
         meta={"groups": [[0, 2], [2, 4]]},
     )
@@ -139,8 +140,13 @@ def test_groups_are_apart_and_dead_adapters_named() -> None:
     assert [g.dead for g in stats.groups] == [["b"], ["a"]]
     warnings = stats.warnings()
     assert len(warnings) == 4
-    assert "no token in layer group 0 goes to b (of 4 tokens)" in warnings[0]
+    assert "no token in layer group 0 goes to b (of 100 tokens)" in warnings[0]
     assert "collapsed" in warnings[1]
+
+
+def test_a_short_text_without_an_adapter_is_no_finding() -> None:
+    stats = summarise(_trace([0] * 8))
+    assert stats.groups[0].dead == ["b"] and stats.warnings() == []
 
 
 def test_empty_and_single() -> None:

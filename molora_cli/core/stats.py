@@ -29,6 +29,7 @@ import numpy as np
 PSEUDO = 5.0
 MIN_COUNT = 3
 COLLAPSED = 0.95
+FEW = 100  # tokens; fewer say nothing of an adapter that gets none
 BINS = 20
 
 
@@ -128,7 +129,8 @@ class Stats:
         found = []
         for number, group in enumerate(self.groups):
             where = f" in layer group {number}" if len(self.groups) > 1 else ""
-            if group.dead:
+            # a short text may well have nothing for an adapter: that is no finding
+            if group.dead and group.total.tokens >= FEW:
                 found.append(
                     f"no token{where} goes to {', '.join(group.dead)} (of {group.total.tokens:,} tokens)"
                 )
