@@ -175,7 +175,7 @@ def _case(job: Job, material: Material) -> str:
     size = {
         "decode": f"context {job.context}",
         "end-to-end": f"prompt {job.context}, answer {job.new}",
-    }.get(job.bench, f"{tokens_of(job)} tokens")
+    }.get(job.bench, "1 token" if tokens_of(job) == 1 else f"{tokens_of(job)} tokens")
     return f"{size}, {said}, {material.title}"
 
 
