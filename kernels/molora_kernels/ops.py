@@ -51,8 +51,8 @@ def mixed_delta(x: Tensor, y: Tensor, bank: Bank, plan: Plan, backend: str = "to
 def _masks(x: Tensor, bank: Bank, plan: Plan) -> bool:
     """Whether many tokens are multiplied with all adapters, and masked, faster than each with its own.
 
-    A product of whole matrices costs a third of what gathered rows do (measured on AVX2 with ranks 16 and 64,
-    512 tokens). Of no use where factors that nobody chose could leak (NaN), and in half widths, which torch
+    A row of A and B costs two fifths in a product of whole matrices (measured on AVX2, ranks 16 and 64, 512
+    tokens, four and eight adapters). Of no use where factors that nobody chose could leak (NaN), and in half widths, which torch
     multiplies slowly there.
     """
     if x.dtype != torch.float32 or len(plan.slots) < MANY_TOKENS:
