@@ -52,8 +52,8 @@ def _masks(x: Tensor, bank: Bank, plan: Plan) -> bool:
     """Whether many tokens are multiplied with all adapters, and masked, faster than each with its own.
 
     A row of A and B costs two fifths in a product of whole matrices (measured on AVX2, ranks 16 and 64, 512
-    tokens, four and eight adapters). Of no use where factors that nobody chose could leak (NaN), and in half widths, which torch
-    multiplies slowly there.
+    tokens, four and eight adapters). Of no use where factors that nobody chose could leak (NaN), and in half
+    widths, which torch multiplies slowly there.
     """
     if x.dtype != torch.float32 or len(plan.slots) < MANY_TOKENS:
         return False
