@@ -20,7 +20,8 @@ BOILERPLATE = ("your code should", "code should pass", "should pass this test", 
 
 
 def rows(domain: str) -> list[Example]:
-    return read_examples(DEMO / "data" / f"{domain}.jsonl")
+    """Those that train the router, then those that measure it."""
+    return [e for part in ("data", "test") for e in read_examples(DEMO / part / f"{domain}.jsonl")]
 
 
 def grams(text: str, n: int = 8) -> set[str]:
