@@ -45,7 +45,8 @@ _WEAK, _LOST = 0.7, 0.02  # shares of tokens that are worth a warning
 
 @dataclass(frozen=True)
 class GateSettings:
-    """How a gate's network is trained: `batch` tokens of every domain a step, linear decay of lr."""
+    """How a gate's network is trained: `batch` tokens of every domain a step, linear decay of lr. guard: how
+    much more a token of another domain counts than one of the new: those were there before."""
 
     hidden: int = 128
     steps: int = 500
@@ -53,6 +54,7 @@ class GateSettings:
     lr: float = 2e-3
     weight_decay: float = 0.01
     smoothing: float = 0.02
+    guard: float = 3.0
     seed: int = 0
 
 
@@ -272,11 +274,13 @@ def fit_gate(
     answer = torch.zeros(len(groups) * settings.batch)
     answer[: settings.batch] = 1.0
     answer = answer * (1 - settings.smoothing) + settings.smoothing / len(groups)
+    weight = torch.full_like(answer, settings.guard)
+    weight[: settings.batch] = 1.0
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * (1 - step / settings.steps)
         batch = torch.cat([g[torch.randint(len(g), (settings.batch,))] for g in groups])
-        loss = F.binary_cross_entropy_with_logits(gate(batch), answer)
+        loss = F.binary_cross_entropy_with_logits(gate(batch), answer, weight)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
