@@ -177,7 +177,7 @@ def test_it_says_how_an_adapter_is_reached(pair: Path, trio: dict[str, Path], fi
     assert "no router yet" in run("add", pair, f"a={trio['new']}").stderr
     centroid(pair, files, "one", "two")
     said = run("add", pair, f"b={trio['new']}").stderr
-    assert "by name only" in said and "train-router" in said and "--data b=FILE" in said
+    assert "by name only" in said and "add it with --data b=FILE" in said
     assert run("attach-router", pair, "--kind", "uniform", "--force").exit_code == 0
     said = run("add", pair, f"c={trio['new']}", "--data", f"c={files['new']}").stderr
     assert "--data was not used" in said and "uniform" in said

@@ -185,7 +185,7 @@ def test_decode_has_all_sides(measured: Callable[..., dict[str, Any]]) -> None:
 
 
 def test_prefill_and_answers(measured: Callable[..., dict[str, Any]]) -> None:
-    found = measured("prefill", sides=("base", "top2"))
+    found = measured("prefill", sides=("base", "top2"), adapters=3)
     assert names(found) == ["base", "top2"]
     assert side_of(found, "top2")["ratios"].keys() == {"base"}
     assert 0 < side_of(found, "top2")["route_changes"] <= 1

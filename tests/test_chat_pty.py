@@ -29,6 +29,10 @@ def bundle(chat_bundle: Path) -> Path:
     return chat_bundle
 
 
+# the line editor takes pastes in one piece while its prompt is there
+OPEN, SHUT = "\x1b[?2004h", "\x1b[?2004l"
+
+
 class Terminal:
     """A child on a pseudo-terminal and the screen that a user would see."""
 
@@ -57,6 +61,9 @@ class Terminal:
         pass
 
     def type(self, line: str) -> None:
+        """Type a line once the prompt is there: what comes before it may be read by nobody."""
+        if self.raw.count(OPEN) and self.raw.count(OPEN) <= self.raw.count(SHUT):
+            self.child.expect(re.escape(OPEN))
         self.child.send(line + "\r")
 
     def paste(self, text: str) -> None:
