@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from molora_cli.core.adapter.read import read_adapter
 from molora_cli.core.adapter.types import Adapter
@@ -28,9 +28,6 @@ from molora_cli.errors import InputError
 from molora_cli.out import Ticker, no_ticks
 from molora_cli.refs import parse_ref
 from molora_cli.text import shorten
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def grown_router(
 def _context_column(
     router: Router, place: int, name: str, rows: list[Any], tokenizer: Any, embedding: Tensor, seed: int
 ) -> tuple[Router, float | None]:
-    from molora_cli.core.router.added import LDA
+    from molora_cli.core.router.taps import LDA
     from molora_cli.core.training.added_job import add_expert
     from molora_cli.core.training.router_rows import RouterSettings
 

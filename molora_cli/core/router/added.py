@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from molora_cli.core.router.kinds import stage_tensor
 from molora_cli.core.router.moments import Moments
+from molora_cli.core.router.taps import LDA, MLP
 from molora_cli.errors import InputError
 
 if TYPE_CHECKING:
     from molora_cli.core.router.spec import StageSpec
 
-MLP, LDA = "mlp", "lda"
 SHRINKAGE = 0.02
 _MOST = 4096  # hidden units of a gate in a file
 

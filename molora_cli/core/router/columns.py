@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molora_cli.core.router.added import LDA, split_experts
+from molora_cli.core.router.added import split_experts
 from molora_cli.core.router.files import join_tensors, stage_tensors
 from molora_cli.core.router.spans import PARTS
 from molora_cli.core.router.spec import BASE_EXPERT, RouterSpec, StageSpec
+from molora_cli.core.router.taps import LDA
 from molora_cli.errors import InputError
 from molora_cli.text import shorten
 

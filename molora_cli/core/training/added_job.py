@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from molora_cli.core.base.embedding import read_embedding
-from molora_cli.core.router.added import LDA, MLP, MlpGate, append_gate
+from molora_cli.core.router.added import MlpGate, append_gate
 from molora_cli.core.router.context import ContextStage
 from molora_cli.core.router.files import join_tensors, load_tensors, stage_tensors
 from molora_cli.core.router.kinds import Surroundings
 from molora_cli.core.router.moments import Moments
 from molora_cli.core.router.spec import RouterSpec, StageSpec
+from molora_cli.core.router.taps import LDA, MLP
 from molora_cli.core.training.overlap import united
 from molora_cli.core.training.router_job import Job, base_tokenizer, read_rows, recorder
 from molora_cli.core.training.router_loop import one_thread
