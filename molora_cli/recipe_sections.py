@@ -120,10 +120,14 @@ class EvalSection(RecipeSection):
     data: dict[str, RecipePath] | list[RecipePath] | None = None
     mixed: int | None = None
     baselines: list[str] | None = None
+    tune: dict[str, RecipePath] | list[RecipePath] | None = None
+    tune_limit: int | None = None
     router: list[RecipePath] | None = None
     modes: str | None = None
     train: dict[str, RecipePath] | list[RecipePath] | None = None
     limit: int | None = None
+    single: int | None = None
+    timing: bool = False
     max_length: int | None = None
     tasks: int | None = None
     max_new_tokens: int | None = None

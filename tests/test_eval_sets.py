@@ -97,17 +97,17 @@ def test_specs_are_domains_or_sets_and_others_are_refused(tmp_path: Path) -> Non
     plain = _write(tmp_path / "plain.jsonl", _rows("num", 3))
     segment = {"message": 1, "start": 0, "end": 4, "label": "num+low"}
     mixed = _write(tmp_path / "mixed.jsonl", [{**r, "segments": [segment]} for r in _rows("num", 3)])
-    domains, given = sets.read_sets([f"num={plain}", str(mixed)], NAMES, 2)
+    domains, given = sets.read_sets([f"num={plain}", str(mixed)], NAMES, 2, 2)
     assert len(domains["num"]) == 2 and [(n, len(r)) for n, r in given] == [("mixed", 2)]
     (_, blend) = sets.build_sets(domains, given, NAMES, mixed=0, max_length=100, seed=0)
     assert blend.blended and blend.names == (*NAMES, "num+low")
     for wrong in (f"other={plain}", str(plain)):
         with pytest.raises(InputError, match="segments"):
-            sets.read_sets([wrong], NAMES, None)
+            sets.read_sets([wrong], NAMES, None, None)
     segment["label"] = "num+other"
     bad = _write(tmp_path / "bad.jsonl", [{**r, "segments": [segment]} for r in _rows("num", 1)])
     with pytest.raises(InputError, match=r"num\+other"):
-        sets.build_sets({}, sets.read_sets([str(bad)], NAMES, None)[1], NAMES, mixed=0, max_length=9, seed=0)
+        sets.build_sets({}, sets.read_sets([str(bad)], NAMES, None, None)[1], NAMES, mixed=0, max_length=9, seed=0)
     with pytest.raises(InputError, match="two domains"):
         sets.build_sets(domains, [], NAMES, mixed=3, max_length=100, seed=0)
 
@@ -126,7 +126,7 @@ def test_baselines_are_parsed_and_wrong_ones_refused() -> None:
     found = baselines.parse_baselines(["ties:density=0.2,uniform", "blend:num=0.7:up=0.3"], NAMES)
     assert [b.title for b in found] == ["ties (density=0.2)", "uniform", "0.7 num + 0.3 up"]
     names = {b.name for b in baselines.parse_baselines(["all"], NAMES)}
-    assert {"cat", "svd", "linear", "ties", "dare", "arrow"} <= names and "xlora" not in names
+    assert {"cat", "svd", "ties", "dare", "peft-ties", "arrow"} <= names and "xlora" not in names
     assert baselines.parse_baselines(["none"], NAMES) == []
     for wrong in (
         "magic",

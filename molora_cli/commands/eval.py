@@ -45,10 +45,18 @@ def command(
     baselines: Annotated[
         Words, typer.Option(help="none, default, merges, all, or names with settings: ties:density=0.2.")
     ] = None,
+    tune: Annotated[
+        Words, typer.Option(help="Rows, as for --data, that settings of the baselines are chosen on.")
+    ] = None,
+    tune_limit: Annotated[Whole, typer.Option(help="Rows of each of these sets at most (16).")] = None,
     router: Annotated[Files, typer.Option(help="Another router file to measure; may be given again.")] = None,
     modes: Annotated[Word, typer.Option(help="Ways to route, adapters per token or soft (1,2,soft).")] = None,
     train: Annotated[Words, typer.Option(help="NAME=FILE rows that X-LoRA is trained on.")] = None,
     limit: Annotated[Whole, typer.Option(help="Rows per file at most, evenly spaced.")] = None,
+    single: Annotated[Whole, typer.Option(help="Rows per NAME=FILE of an adapter, if not --limit.")] = None,
+    timing: Annotated[
+        bool, typer.Option("--timing", help="Also take each row's CPU time, in turns with a second base.")
+    ] = False,
     max_length: Annotated[Whole, typer.Option(help="Longer rows are cut (640 tokens).")] = None,
     tasks: Annotated[Whole, typer.Option(help="Also answer this many questions per domain.")] = None,
     max_new_tokens: Annotated[Whole, typer.Option(help="Of an answer (256).")] = None,
@@ -93,6 +101,9 @@ def command(
         "baselines": baselines,
         "train": train,
         "limit": limit,
+        "single": single,
+        "tune": tune,
+        "tune_limit": tune_limit,
         "max_length": max_length,
         "seed": seed,
         "draws": draws,
@@ -102,7 +113,7 @@ def command(
     }
     more = {"modes": modes, "router": router, "min": minimum}
     usual = {**{n: getattr(plain, n) for n in given}, "modes": ",".join(plain.modes), "router": (), "min": ()}
-    read = {name: _specs(value) for name, value in written.items()}
+    read = {name: _specs(value) for name, value in written.items() if name != "timing"}
     values = {n: setting.value for n, setting in merge({**given, **more}, read, usual).items()}
     ways = [way.strip() for way in values.pop("modes").split(",") if way.strip()]
     routers = [Path(path) for path in values.pop("router")]
@@ -117,6 +128,7 @@ def command(
         device=device,
         backend=backend,
         cache=not no_cache,
+        timing=timing or bool(written.get("timing")),
         allow_code_execution=allow_code_execution,
         trust_remote_code=trust_remote_code,
     )

@@ -1,8 +1,9 @@
-"""What `molora eval` found, as tables: the gain recovered, NLLs, where tokens went, differences, answers."""
+"""What `molora eval` found, as tables: the gain recovered, who is ahead, NLLs, where tokens went, what rows
+cost, answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,6 +16,14 @@ _RECOVERED = (
     "recovered, %: (base - x) / (base - own) of the NLL per completion token, mean over domains and each "
     "domain; [95 % interval over documents]"
 )
+_AHEAD = (
+    "{first} ahead by: its recovered share minus the row's, in points; paired over documents, so that an "
+    "interval above 0 says that it is better than the row"
+)
+_AHEAD_NLL = (
+    "{first} ahead by: the row's NLL minus its own, in nats; paired over documents, so that an interval "
+    "above 0 says that it is better than the row"
+)
 
 
 class EvaluationView:
@@ -24,13 +33,19 @@ class EvaluationView:
         self.document = document
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for name, one in self.document["sets"].items():
+        sets = self.document["sets"]
+        if "tuned" in self.document:
+            yield from _tuned(self.document["tuned"])
+        for name, one in sets.items():
             tokens = f"{one['tokens']:,} completion tokens"
             yield Text(f"{printable(name)}: {one['documents']} documents, {tokens}", style="bold")
             yield from _nll(one) if one["blended"] else _shares(one)
             yield from _routing(one)
-            yield from _differences(one)
+            yield from _routers_apart(one)
             yield Text()
+        if len(sets) > 1:
+            yield from _summary(sets)
+        yield from _costs(self.document)
         for name, models in self.document.get("tasks", {}).items():
             yield from _answers(name, models)
         if "lm_eval" in self.document:
@@ -55,28 +70,143 @@ def _named(row: dict[str, Any]) -> Text:
     return Text(printable(row["name"]), style="bold" if row["group"] == "router" and row["default"] else "")
 
 
+def _ahead(one: dict[str, Any]) -> dict[str, str]:
+    """Row -> by how much the first router is better than it, as text."""
+    first = one["first_router"]
+    said = {}
+    for d in one["differences"]:
+        if d["router"] == first:
+            if d["of"] == "recovered":
+                said[d["baseline"]] = _signed(d, 100, 1)
+            else:  # of two NLLs the lower one is better
+                turned = {"value": d["value"], "low": d["high"], "high": d["low"]}
+                said[d["baseline"]] = _signed(turned, -1, 4)
+    return said
+
+
+def _signed(value: dict[str, Any], scale: float, digits: int) -> str:
+    if value["value"] is None or value["low"] is None:
+        return ""
+    low, high = (f"{value[k] * scale + 0.0:+.{digits}f}" for k in ("low", "high"))
+    return f"{value['value'] * scale + 0.0:+.{digits}f} [{low}, {high}]"
+
+
 def _shares(one: dict[str, Any]) -> RenderResult:
-    domains = one["domains"]
-    table = []
+    domains, ahead, first = one["domains"], _ahead(one), one["first_router"]
+    shown = [printable(d) for d in domains]
+    shares: list[Sequence[Cell]] = []
     for row in one["rows"]:
         found = row["recovered"]
         line: list[Cell] = [_named(row), _interval(found["mean"])]
-        line += [_point(found["domains"].get(d)) for d in domains]
-        line += [_point(row["nll"][d], 1, 3) for d in domains]
-        table.append(line)
-    shown = [printable(d) for d in domains]
-    yield Rows(["", "recovered", *shown, *(f"NLL {d}" for d in shown)], table)
+        line += [] if first is None else [ahead.get(row["name"], "")]
+        shares.append([*line, *(_point(found["domains"].get(d)) for d in domains)])
+    gap = [] if first is None else [f"{printable(first)} ahead by"]
+    yield Rows(["", "recovered", *gap, *shown], shares)
     yield Text(_RECOVERED, style="dim")
+    if first is not None:
+        yield Text(_AHEAD.format(first=printable(first)), style="dim")
+    nlls: list[Sequence[Cell]] = [
+        [_named(row), *(_point(row["nll"][d], 1, 3) for d in domains)] for row in one["rows"]
+    ]
+    yield Rows(["NLL per completion token", *shown], nlls)
 
 
 def _nll(one: dict[str, Any]) -> RenderResult:
+    ahead, first = _ahead(one), one["first_router"]
     table: list[Sequence[Cell]] = [
-        [_named(row), _interval(row["nll_per_token"], 1, 4)] for row in one["rows"]
+        [
+            _named(row),
+            _interval(row["nll_per_token"], 1, 4),
+            *([] if first is None else [ahead.get(row["name"], "")]),
+        ]
+        for row in one["rows"]
     ]
-    yield Rows(["", "NLL per completion token"], table)
+    gap = [] if first is None else [f"{printable(first)} ahead by"]
+    yield Rows(["", "NLL per completion token", *gap], table)
     yield Text(
         "skills are blended in each token: there is no own adapter, and nothing to recover", style="dim"
     )
+    if first is not None:
+        yield Text(_AHEAD_NLL.format(first=printable(first)), style="dim")
+
+
+def _summary(sets: dict[str, Any]) -> RenderResult:
+    """All sets in one table, and what the first router is ahead by in another."""
+    names = list(dict.fromkeys(row["name"] for one in sets.values() for row in one["rows"]))
+    found = {n: {row["name"]: row for row in one["rows"]} for n, one in sets.items()}
+    ahead = {n: _ahead(one) for n, one in sets.items()}
+    columns = [f"{printable(n)}{' (NLL)' if one['blended'] else ''}" for n, one in sets.items()]
+    table: list[Sequence[Cell]] = []
+    gaps: list[Sequence[Cell]] = []
+    for name in names:
+        rows = {n: found[n].get(name) for n in sets}
+        title = _named(next(row for row in rows.values() if row is not None))
+        table.append([title, *(_figure(row) for row in rows.values())])
+        if any(name in said for said in ahead.values()):
+            gaps.append([title, *(ahead[n].get(name, "") for n in sets)])
+    yield Rows(["all sets: recovered, %", *columns], table)
+    yield Text()
+    if gaps:
+        first = next(one["first_router"] for one in sets.values() if one["first_router"] is not None)
+        yield Rows([f"{printable(first)} ahead by", *columns], gaps)
+        yield Text("above 0: it is better than the row", style="dim")
+        yield Text()
+
+
+def _figure(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if row["recovered"] is None:
+        return _interval(row["nll_per_token"], 1, 3)
+    return _interval(row["recovered"]["mean"])
+
+
+def _costs(document: dict[str, Any]) -> RenderResult:
+    """Passes, CPU time and keys and values of each row, over all sets."""
+    kept = document.get("cache_bytes_per_token")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for one in document["sets"].values():
+        for row in one["rows"]:
+            rows.setdefault(row["name"], []).append(row)
+    if not rows:
+        return
+    timed = any(row["time"] is not None for found in rows.values() for row in found)
+    table: list[Sequence[Cell]] = []
+    for found in rows.values():
+        caches = max(row["caches"] for row in found)
+        size = "none" if not caches else "" if kept is None else f"{caches * kept:,.0f}"
+        times = [_range(row["time"] for row in found)] if timed else []
+        table.append([_named(found[0]), _range(row["passes"] for row in found), *times, size])
+    yield Rows(["cost", "passes", *(["CPU time, x base"] if timed else []), "KV bytes/token"], table)
+    yield Text(
+        "passes of the base per token, from the set with fewest to the one with most"
+        + ("; CPU time of scoring a token over the base's, taken in turns" if timed else "")
+        + "; keys and values held per token (none: the whole text runs again for every token)",
+        style="dim",
+    )
+    yield Text()
+
+
+def _range(values: Iterable[float | None]) -> str:
+    known = [v for v in values if v is not None]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    return f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}"
+
+
+def _tuned(tuned: dict[str, Any]) -> RenderResult:
+    """What was tried on the rows of --tune."""
+    sets = list(tuned["sets"])
+    said = ", ".join(f"{printable(n)} {facts['rows']}" for n, facts in tuned["sets"].items())
+    yield Text(f"settings chosen on other rows ({said})", style="bold")
+    table: list[Sequence[Cell]] = []
+    for one in tuned["tried"]:
+        mark = Text(printable(one["row"]), style="bold" if one["chosen"] else "")
+        shares = [f"{100 * one['sets'][n]:.1f}" for n in sets]
+        table.append([mark, "<-" if one["chosen"] else "", f"{100 * one['recovered']:.1f}", *shares])
+    yield Rows(["tried", "", "recovered, %, mean", *map(printable, sets)], table)
+    yield Text()
 
 
 def _routing(one: dict[str, Any]) -> RenderResult:
@@ -107,17 +237,18 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}"
 
 
-def _differences(one: dict[str, Any]) -> RenderResult:
-    wanted = {row["name"] for row in one["rows"] if row["group"] == "router" and row["default"]}
-    found = [d for d in one["differences"] if d["router"] in wanted]
-    if not found:
+def _routers_apart(one: dict[str, Any]) -> RenderResult:
+    """Where several routers were measured: the first one against the others, domain by domain."""
+    defaults = {row["name"] for row in one["rows"] if row["group"] == "router" and row["default"]}
+    first = one["first_router"]
+    found = [d for d in one["differences"] if d["router"] == first and d["baseline"] in defaults]
+    if not found or one["blended"]:
         return
-    scale, digits = (100, 1) if found[0]["of"] == "recovered" else (1, 4)
+    domains = list(found[0]["domains"])
     table: list[Sequence[Cell]] = [
-        [f"{printable(d['router'])} - {printable(d['baseline'])}", _interval(d, scale, digits)] for d in found
+        [printable(d["baseline"]), *(_signed(d["domains"][n], 100, 1) for n in domains)] for d in found
     ]
-    unit = "points of recovered" if found[0]["of"] == "recovered" else "NLL (below 0: the router is better)"
-    yield Rows(["paired difference", unit], table)
+    yield Rows([f"{printable(first)} ahead of", *map(printable, domains)], table)
 
 
 def _answers(name: str, models: dict[str, Any]) -> RenderResult:

@@ -1,4 +1,4 @@
-"""The recovered share of every row of every set as one figure: points with their intervals."""
+"""The recovered share of every row of every set, and the first router's lead, as one figure."""
 
 from __future__ import annotations
 
@@ -31,38 +31,29 @@ def write_figure(path: Path, document: dict[str, Any]) -> None:
 
 
 def _drawn(sets: dict[str, Any], kind: str) -> bytes:
-    """One panel a set, one line a row, from the best down."""
+    """One panel a set, one line a row, from the best down; below it what the first router is ahead by."""
     import matplotlib
     from matplotlib.figure import Figure
 
     panels = {name: _points(one) for name, one in sets.items()}
+    gaps = {name: _gaps(one) for name, one in sets.items()}
+    bands = 2 if any(gaps.values()) else 1
     tallest = max(len(points) for points in panels.values())
-    size = (1.6 + 3.4 * len(panels), 1.2 + 0.28 * tallest)
+    size = (1.6 + 3.4 * len(panels), bands * (1.2 + 0.28 * tallest))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "molora"}):
         drawing = Figure(figsize=size, layout="constrained")
-        axes = drawing.subplots(1, len(panels), squeeze=False)[0]
-        for axis, (name, points) in zip(axes, panels.items(), strict=True):
-            for place, (_, group, share) in enumerate(reversed(points)):
-                value, low, high = (100 * share[k] for k in ("value", "low", "high"))
-                axis.errorbar(
-                    value,
-                    place,
-                    xerr=[[max(0.0, value - low)], [max(0.0, high - value)]],
-                    fmt="o",
-                    markersize=4,
-                    color=_COLOURS.get(group, "#707070"),
-                    capsize=2,
-                    linewidth=1,
-                )
-            axis.set_yticks(range(len(points)), [_plain(title) for title, _, _ in reversed(points)])
-            axis.axvline(100, color="#303030", linestyle="--", linewidth=0.8)
+        axes = drawing.subplots(bands, len(panels), squeeze=False)
+        for place, (name, points) in enumerate(panels.items()):
+            axis = axes[0][place]
+            _draw(axis, points, 100.0)
             axis.set_xlim(left=min(0.0, *(100 * p[2]["low"] for p in points if p[2]["low"] > -1.0), 0.0))
-            axis.set_title(
-                f"{_plain(name)}, {sets[name]['documents']} documents", fontsize="medium", loc="left"
-            )
+            title = f"{_plain(name)}, {sets[name]['documents']} documents"
+            axis.set_title(title, fontsize="medium", loc="left")
             axis.set_xlabel("gain recovered, %")
-            axis.tick_params(labelsize="small")
-            axis.spines[["top", "right"]].set_visible(False)
+            if bands == 2:
+                _draw(axes[1][place], gaps[name], 0.0)
+                first = _plain(sets[name]["first_router"] or "")
+                axes[1][place].set_xlabel(f"{first} ahead by, points", fontsize="small")
         buffer = io.BytesIO()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
@@ -70,7 +61,30 @@ def _drawn(sets: dict[str, Any], kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def _points(one: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+_Point = tuple[str, str, dict[str, Any]]
+
+
+def _draw(axis: Any, points: list[_Point], line: float) -> None:
+    """Values with their intervals from the top down, and a line to compare them with."""
+    for place, (_, group, share) in enumerate(reversed(points)):
+        value, low, high = (100 * share[k] for k in ("value", "low", "high"))
+        axis.errorbar(
+            value,
+            place,
+            xerr=[[max(0.0, value - low)], [max(0.0, high - value)]],
+            fmt="o",
+            markersize=4,
+            color=_COLOURS.get(group, "#707070"),
+            capsize=2,
+            linewidth=1,
+        )
+    axis.set_yticks(range(len(points)), [_plain(title) for title, _, _ in reversed(points)])
+    axis.axvline(line, color="#303030", linestyle="--", linewidth=0.8)
+    axis.tick_params(labelsize="small")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _points(one: dict[str, Any]) -> list[_Point]:
     """(row, group, share) from the best down; base and own are 0 and 100 by definition."""
     found = [
         (row["name"], row["group"], row["recovered"]["mean"])
@@ -78,6 +92,16 @@ def _points(one: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
         if row["group"] not in ("base", "own") and row["recovered"]["mean"]["low"] is not None
     ]
     return sorted(found, key=lambda point: -point[2]["value"])
+
+
+def _gaps(one: dict[str, Any]) -> list[_Point]:
+    """(row, group, what the first router is ahead by), the rows in the order of `_points`."""
+    ahead = {d["baseline"]: d for d in one["differences"] if d["router"] == one["first_router"]}
+    return [
+        (name, group, ahead[name])
+        for name, group, _ in _points(one)
+        if name in ahead and ahead[name]["low"] is not None
+    ]
 
 
 def _plain(text: str) -> str:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from molora_cli.core.evaluation.measure import BASE_ROW, OWN_ROW, Line, Measured
+from molora_cli.core.evaluation.lines import BASE_ROW, OWN_ROW, Line, Measured
 from molora_cli.core.evaluation.tally import Bootstrap, Means, Recovered, difference, recovered
 
-_COMPARED = ("adapter", "baseline", "oracle")
+_COMPARED = ("adapter", "baseline", "oracle", "router")
+
+
+def mean_recovered(measured: Measured) -> dict[str, float | None]:
+    """Row -> share of the gain recovered, mean over domains, without an interval; None = there is none."""
+    bootstrap = Bootstrap(measured.documents, draws=1)
+    means = {title: bootstrap.means(line.tally) for title, line in measured.lines.items()}
+    base, own = means[BASE_ROW], means[OWN_ROW]
+    return {t: recovered(base, m, own).mean.document()["value"] for t, m in means.items()}
 
 
 def set_document(measured: Measured, draws: int, seed: int) -> dict[str, Any]:
     """One set. NLLs in nats per completion token, shares as fractions; each value with its 95 % interval.
 
-    "rows": the table; "differences": each router's rows minus each baseline's, paired over documents:
-    recovered, or where nothing can be recovered NLL. "without_gain": domains whose adapter gains nothing.
+    "rows": the table; "first_router": the row of the first router as its file says; "differences": each
+    router's rows minus each other row, paired over documents: recovered, or where nothing can be recovered
+    NLL. "without_gain": domains whose adapter gains nothing.
     """
-    bootstrap = Bootstrap([r.document for r in measured.rows], draws=draws, seed=seed)
+    bootstrap = Bootstrap(measured.documents, draws=draws, seed=seed)
     names = measured.set.names
     used = [i for i in range(len(names)) if any(r.has(i) for r in measured.rows)]
     blended = measured.set.blended
@@ -40,7 +49,8 @@ def set_document(measured: Measured, draws: int, seed: int) -> dict[str, Any]:
         "blended": blended,
         "without_gain": without,
         "rows": rows,
-        "differences": _differences(measured, shares, overall),
+        "first_router": next((r["name"] for r in rows if r["group"] == "router" and r["default"]), None),
+        "differences": _differences(measured, shares, overall, used),
     }
 
 
@@ -61,6 +71,8 @@ def _row(
         "nll_per_token": overall.interval(0).document(),
         "recovered": None,
         "passes": line.passes,
+        "caches": line.caches,
+        "time": line.time,
         "routing": None if line.observed is None else line.observed.document(names),
     }
     if share is not None:
@@ -72,21 +84,19 @@ def _row(
 
 
 def _differences(
-    measured: Measured, shares: dict[str, Recovered], overall: dict[str, Means]
+    measured: Measured, shares: dict[str, Recovered], overall: dict[str, Means], used: list[int]
 ) -> list[dict[str, Any]]:
+    names = measured.set.names
+    singles = [i for i in used if i < measured.set.adapters]
     found = []
     for router in [x for x in measured.lines.values() if x.group == "router"]:
-        for other in [x for x in measured.lines.values() if x.group in _COMPARED]:
+        for other in [x for x in measured.lines.values() if x.group in _COMPARED and x is not router]:
+            one: dict[str, Any] = {"router": router.title, "baseline": other.title}
             if shares:
-                interval = shares[router.title].minus(shares[other.title])
+                mine, its = shares[router.title], shares[other.title]
+                one |= {"of": "recovered", **mine.minus(its).document()}
+                one["domains"] = {names[i]: mine.minus_at(its, i).document() for i in singles}
             else:
-                interval = difference(overall[router.title], overall[other.title])
-            found.append(
-                {
-                    "router": router.title,
-                    "baseline": other.title,
-                    "of": "recovered" if shares else "nll",
-                    **interval.document(),
-                }
-            )
+                one |= {"of": "nll", **difference(overall[router.title], overall[other.title]).document()}
+            found.append(one)
     return found

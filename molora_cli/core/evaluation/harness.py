@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from molora_cli.core.evaluation.lab import Lab
-from molora_cli.core.evaluation.measure import RouterFile
+from molora_cli.core.evaluation.lines import RouterFile
 from molora_cli.errors import InputError
 from molora_cli.refs import offline
 from molora_cli.text import shorten

@@ -9,15 +9,18 @@ from typing import Any
 
 from molora_cli.core.bundle.store import Bundle
 from molora_cli.core.evaluation.baselines import parse_baselines
+from molora_cli.core.evaluation.cost import cache_bytes
 from molora_cli.core.evaluation.document import set_document
 from molora_cli.core.evaluation.harness import check_harness, run_harness
 from molora_cli.core.evaluation.lab import Lab
-from molora_cli.core.evaluation.measure import Measured, Measurement, RouterFile
+from molora_cli.core.evaluation.lines import Measured, RouterFile
+from molora_cli.core.evaluation.measure import Measurement
 from molora_cli.core.evaluation.rows import evaluation_rows
 from molora_cli.core.evaluation.sets import EvalSet, build_sets, read_sets
 from molora_cli.core.evaluation.store import NllStore
 from molora_cli.core.evaluation.tasks import TaskOptions, check_tasks, run_tasks
 from molora_cli.core.evaluation.thresholds import check_sets, parse_minimum
+from molora_cli.core.evaluation.tuning import tune
 from molora_cli.core.router.spec import read_spec
 from molora_cli.core.training.data import Example, read_domains
 from molora_cli.core.training.overlap import Seen
@@ -31,7 +34,9 @@ from molora_cli.text import shorten
 class Job:
     """What the command line asks for; see `molora eval --help`.
 
-    cache: keep and look up NLLs that no router decides. tasks: rows per domain to answer; None = none.
+    single: rows of each domain's own file at most, None = `limit`. tune: rows, as for `data`, that the
+    baselines' settings are chosen on; tune_limit: of each set, its files sharing it. timing: also take CPU
+    times. cache: keep and look up NLLs that no router decides. tasks: rows per domain to answer; None = none.
     lm_eval: tasks of lm-evaluation-harness. minimum: SET[/ROW[/DOMAIN]]=PERCENT.
     """
 
@@ -42,6 +47,10 @@ class Job:
     modes: Sequence[str] = ("1", "2", "soft")
     train: Sequence[str] = ()
     limit: int | None = None
+    single: int | None = None
+    tune: Sequence[str] = ()
+    tune_limit: int = 16
+    timing: bool = False
     max_length: int = 640
     seed: int = 0
     draws: int = 1000
@@ -72,7 +81,8 @@ def evaluate(
     _check(job)
     wanted = parse_baselines(job.baselines, bundle.adapters)
     minimum = parse_minimum(job.minimum)
-    domains, given = read_sets(job.data, bundle.adapters, job.limit)
+    single = job.limit if job.single is None else job.single
+    domains, given = read_sets(job.data, bundle.adapters, job.limit, single)
     routers = _routers(bundle, job)
     warnings: list[str] = []
     overlap = _overlap(domains, given, routers)
@@ -105,9 +115,14 @@ def evaluate(
         trust_remote_code=job.trust_remote_code,
     )
     measured, notes = _tokenised(lab, sets, job)
+    tuning = _tokenised(lab, _tuning_sets(bundle, job), job)[0] if job.tune else []
     store = NllStore(cache_dir() / "evaluation" if job.cache else None, lab.about)
-    measurement = Measurement(lab, measured, store, train=train)
+    measurement = Measurement(lab, measured, store, train=train, timing=job.timing)
+    tuned = None
     try:
+        if tuning:
+            wanted, tuned, refused = tune(lab, tuning, store, wanted, ticker=ticker)
+            notes += refused
         measurement.run(wanted, routers, job.modes, ticker=ticker)
     finally:
         store.close()
@@ -119,7 +134,10 @@ def evaluate(
         "routers": {r.title: _router_facts(r) for r in routers},
         "overlap": overlap,
         "sets": {m.set.name: set_document(m, job.draws, job.seed) for m in measured},
+        "cache_bytes_per_token": cache_bytes(lab.base(), measured[0].rows[0].ids[:8]) if measured else None,
     }
+    if tuned is not None:
+        document["tuned"] = tuned
     for name, one in document["sets"].items():
         for domain in one["without_gain"]:
             warnings.append(
@@ -144,6 +162,8 @@ def _check(job: Job) -> None:
         check_harness()
     for name, value, least in (
         ("--limit", job.limit, 1),
+        ("--single", job.single, 1),
+        ("--tune-limit", job.tune_limit, 1),
         ("--mixed", job.mixed, 0),
         ("--max-length", job.max_length, 8),
         ("--draws", job.draws, 10),
@@ -157,6 +177,14 @@ def _check(job: Job) -> None:
         raise InputError(
             f"--modes: '{shorten(wrong or '', 20)}' is no way to route", "give numbers and soft: 1,2,soft"
         )
+
+
+def _tuning_sets(bundle: Bundle, job: Job) -> list[EvalSet]:
+    """The sets of `--tune`. The files of the single-domain set share its rows."""
+    names = {spec.partition("=")[0] for spec in job.tune} & set(bundle.adapters)
+    share = max(1, job.tune_limit // max(1, len(names)))
+    domains, given = read_sets(job.tune, bundle.adapters, job.tune_limit, share)
+    return build_sets(domains, given, bundle.adapters, mixed=0, max_length=job.max_length, seed=job.seed)
 
 
 def _routers(bundle: Bundle, job: Job) -> list[RouterFile]:

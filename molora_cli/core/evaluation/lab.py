@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from molora_cli.errors import InputError
 class Lab:
     """Models of one bundle. dtype, device, backend: as `molora_cli.load` takes them.
 
-    Only one model is alive at a time: asking for another one releases the one before it.
+    Only one model is alive at a time: asking for another one releases the one before it (but for
+    `second_base`).
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Lab:
             e.name: load_bundle_factors(bundle.folder(e.name), e) for e in bundle.manifest.adapters
         }
         self._base: Any = None
+        self._second: Any = None
         self._routed: RoutedModel | None = None
         self._what: str | None = None
 
@@ -89,6 +92,14 @@ class Lab:
                 self.bundle.base_path, dtype=self.dtype, device=self.device, trust_remote_code=self._trust
             )
         return self._base
+
+    def second_base(self) -> Any:
+        """One more copy of the base, which nothing is ever attached to."""
+        if self._second is None:
+            self._second, _ = load_base_model(
+                self.bundle.base_path, dtype=self.dtype, device=self.device, trust_remote_code=self._trust
+            )
+        return self._second
 
     def forget(self) -> None:
         """Drop the base: something has changed it."""
@@ -131,7 +142,8 @@ class Lab:
 def merged_factors(
     adapters: Mapping[str, Mapping[str, Factors]], method: str, settings: Mapping[str, float]
 ) -> dict[str, Factors]:
-    """Module -> the merge's factors. settings: `weight` 0 = 1/n each, `rank` 0 = the largest, density, seed.
+    """Module -> the merge's factors. settings: `weight` 0 = 1/n each, `rank` 0 = the largest, density, seed;
+    `scale` multiplies the result.
 
     Raises InputError for adapters that no such merge holds.
     """
@@ -151,7 +163,8 @@ def merged_factors(
         density=settings.get("density"),
         seed=int(settings.get("seed", 0)),
     )
-    return {path: one.factors for path, one in made.items()}
+    scale = settings.get("scale", 1.0)
+    return {path: replace(one.factors, scale=one.factors.scale * scale) for path, one in made.items()}
 
 
 def usable_k(stack: RouterStack, modes: Sequence[str]) -> list[tuple[str, int | None]]:

@@ -2,64 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from molora_cli.core.evaluation import baselines as bl
 from molora_cli.core.evaluation import peft_models
 from molora_cli.core.evaluation.baselines import Baseline
+from molora_cli.core.evaluation.cost import Clock
+from molora_cli.core.evaluation.derived import derive
 from molora_cli.core.evaluation.lab import Lab, usable_k
+from molora_cli.core.evaluation.lines import BASE_ROW, Line, Measured, RouterFile
 from molora_cli.core.evaluation.observed import Observed
-from molora_cli.core.evaluation.rows import EvalRow
 from molora_cli.core.evaluation.score import Decide, PassCounter, constant, label_oracle, live, score
-from molora_cli.core.evaluation.sets import EvalSet
 from molora_cli.core.evaluation.store import NllStore
-from molora_cli.core.evaluation.tally import Tally, best_choice, chosen_tally, own_tally
 from molora_cli.core.routed.route import BASE
-from molora_cli.core.router.stack import RouterStack
 from molora_cli.core.training.data import Example
+from molora_cli.core.training.overlap import text_key
 from molora_cli.errors import InputError
 from molora_cli.out import Ticker, no_ticks
-
-BASE_ROW, OWN_ROW = "base", "own"
-
-
-@dataclass
-class Line:
-    """One row of one set's table. group: base, adapter, own, oracle, baseline or router. default: it is what
-    the router's file says."""
-
-    title: str
-    group: str
-    tally: Tally
-    observed: Observed | None = None
-    passes: float | None = None
-    default: bool = False
-
-
-@dataclass
-class Measured:
-    """One set: its token rows, and its table's rows in order."""
-
-    set: EvalSet
-    rows: list[EvalRow]
-    lines: dict[str, Line] = field(default_factory=dict)
-
-    def tokens(self) -> int:
-        return int(sum(int(r.counted.sum()) for r in self.rows))
-
-
-@dataclass
-class RouterFile:
-    """A router to measure. title: how its rows are called; stack: filled when it is built."""
-
-    title: str
-    path: Path
-    stack: RouterStack | None = None
 
 
 @dataclass
@@ -71,10 +33,12 @@ class _Work:
     model: Callable[[], Any]
     decide: Decide | None
     wanted: list[int]
+    timed: str  # what it is timed as: works with the same name cost the same
 
 
 class Measurement:
-    """Plans and runs. train: rows per adapter for X-LoRA. notes: what could not be measured, and why."""
+    """Plans and runs. train: rows per adapter for X-LoRA. timing: also take CPU times. notes: what could not
+    be measured, and why; about: what was trained on the way."""
 
     def __init__(
         self,
@@ -83,9 +47,11 @@ class Measurement:
         store: NllStore,
         *,
         train: dict[str, list[Example]] | None = None,
+        timing: bool = False,
     ) -> None:
         self.lab, self.sets, self.store = lab, list(sets), store
         self.train = train or {}
+        self.timing = timing
         self.notes: list[str] = []
         self.about: dict[str, Any] = {}
         self._works: list[_Work] = []
@@ -103,7 +69,7 @@ class Measurement:
         """Fill `lines` of every set. The ticker counts tokens of all forwards together."""
         self._ticker = ticker
         names = {b.name for b in baselines}
-        whole = bool(names & {bl.ADAPTERS, bl.SEQUENCE_ORACLE, bl.SEQUENCE_ROUTER})
+        whole = bool(names & set(bl.FROM_ADAPTERS))
         for measured in self.sets:
             self._plan_constants(measured, baselines, whole)
         for router in routers:
@@ -111,14 +77,16 @@ class Measurement:
         for baseline in baselines:
             if baseline.name in bl.MERGES:
                 self._plan_merge(baseline)
+            elif baseline.name in bl.PEFT_MERGES:
+                self._plan_peft_merge(baseline)
             elif baseline.name == bl.ARROW:
-                for k in [int(baseline.settings["k"])] if baseline.settings["k"] else [1, 2]:
-                    self._plan_arrow(k, baseline.settings["temperature"])
+                for k in [baseline.settings["k"]] if baseline.settings["k"] else [1, 2]:
+                    self._plan_arrow(replace(baseline, settings=baseline.settings | {"k": k}))
             elif baseline.name == bl.XLORA:
                 self._plan_xlora(baseline)
         self._run_all()
         for measured in self.sets:
-            self._derive(measured, names)
+            derive(measured, names, self.lab.adapters)
 
     # -- planning -------------------------------------------------------------
     def _add(
@@ -134,13 +102,15 @@ class Measurement:
         only: list[int] | None = None,
         observe: bool = False,
         default: bool = False,
+        caches: int = 1,
+        passes: float = 1.0,
     ) -> None:
-        labels = len(measured.set.names)
-        observed = Observed(self.lab.adapters, labels) if observe else None
-        line = Line(title, group, Tally.zeros(len(measured.rows), labels), observed, default=default)
+        observed = Observed(self.lab.adapters, len(measured.set.names)) if observe else None
+        line = Line(title, group, measured.empty(), observed, passes, caches, default=default)
         measured.lines[title] = line
         wanted = list(range(len(measured.rows))) if only is None else only
-        self._works.append(_Work(line, measured, key, what, model, decide, wanted))
+        timed = group if group == "adapter" else title
+        self._works.append(_Work(line, measured, key, what, model, decide, wanted, timed))
 
     def _plan_constants(self, measured: Measured, baselines: Sequence[Baseline], whole: bool) -> None:
         adapters = self.lab.adapters
@@ -194,6 +164,7 @@ class Measurement:
                     live,
                     observe=True,
                     default=k is None or k == usual,
+                    caches=2 if any(stage.first_pass for stage in stack.live) else 1,
                 )
 
     def _plan_merge(self, baseline: Baseline) -> None:
@@ -209,13 +180,21 @@ class Measurement:
                 constant([0], [1.0]),
             )
 
-    def _plan_arrow(self, k: int, temperature: float) -> None:
-        title = f"arrow top-{k}" + (f" (temperature={temperature:g})" if temperature != 1 else "")
+    def _plan_peft_merge(self, baseline: Baseline) -> None:
+        def build() -> Any:
+            kind = baseline.name.removeprefix(bl.PEFT)
+            return peft_models.merged(self.lab.base(), self.lab.adapter_folders(), kind, baseline.settings)
+
+        key = f"{baseline.name} {sorted(baseline.settings.items())} peft {_peft_version()}"
+        self._plan_peft(baseline.title, key, build)
+
+    def _plan_arrow(self, baseline: Baseline) -> None:
+        k, temperature = int(baseline.settings["k"]), baseline.settings["temperature"]
 
         def build() -> Any:
             return peft_models.arrow(self.lab.base(), self.lab.adapter_folders(), k, temperature)
 
-        self._plan_peft(title, f"{title} peft {_peft_version()}", build)
+        self._plan_peft(baseline.row, f"{baseline.row} peft {_peft_version()}", build)
 
     def _plan_xlora(self, baseline: Baseline) -> None:
         if len(self.train) < 2:
@@ -235,10 +214,14 @@ class Measurement:
             )
             return model
 
-        # not kept: training is part of what was measured
-        self._plan_peft(baseline.title, "", build)
+        rows = hashlib.sha256("\0".join(text_key(r) for found in self.train.values() for r in found).encode())
+        key = f"xlora {sorted(baseline.settings.items())} {rows.hexdigest()} peft {_peft_version()}"
+        # two passes, and PEFT keeps no keys and values: each token runs the whole text again
+        self._plan_peft(baseline.title, key, build, passes=2.0, caches=0)
 
-    def _plan_peft(self, title: str, key: str, build: Callable[[], Any]) -> None:
+    def _plan_peft(
+        self, title: str, key: str, build: Callable[[], Any], *, passes: float = 1.0, caches: int = 1
+    ) -> None:
         def model() -> Any:
             if self._peft is None or self._peft[0] != title:
                 self._peft = None
@@ -247,29 +230,29 @@ class Measurement:
             return self._peft[1]
 
         for measured in self.sets:
-            self._add(measured, title, "baseline", key, title, model, None)
+            self._add(measured, title, "baseline", key, title, model, None, passes=passes, caches=caches)
 
     # -- running --------------------------------------------------------------
     def _run_all(self) -> None:
-        todo = []
-        for work in self._works:
-            missing = self.store.fill(work.key, work.measured.rows, work.line.tally, work.wanted)
-            if missing:
-                todo.append((work, missing))
+        todo = [(w, self.store.fill(w.key, w.measured.rows, w.line.tally, w.wanted)) for w in self._works]
         total = sum(len(work.measured.rows[i].ids) for work, missing in todo for i in missing)
+        clock = Clock(self.lab.second_base(), self.sets[0].rows) if self.timing else None
         done = 0
         refused: set[str] = set()
         for work, missing in todo:
-            tokens = sum(len(work.measured.rows[i].ids) for i in missing)
             if work.what not in refused:
                 try:
-                    self._run(work, missing, done, total)
+                    if missing:
+                        self._run(work, missing, done, total)
+                    if clock is not None:
+                        self._ticker(done, total, f"CPU time of {work.line.title}")
+                        work.line.time = clock.ratio(work.timed, work.model, work.decide)
                 except InputError as error:
                     if work.line.group != "baseline":
                         raise
                     refused.add(work.what)
                     self.notes.append(f"{work.line.title} was not measured: {error.message}")
-            done += tokens
+            done += sum(len(work.measured.rows[i].ids) for i in missing)
         for work in self._works:
             if work.what in refused:
                 work.measured.lines.pop(work.line.title, None)
@@ -305,37 +288,6 @@ class Measurement:
                 counter=counter,
             )
         work.line.passes = counter.passes()
-
-    # -- what follows from what was run ---------------------------------------
-    def _derive(self, measured: Measured, names: set[str]) -> None:
-        lines, adapters = measured.lines, self.lab.adapters
-        base = lines[BASE_ROW]
-        tallies = [lines[name].tally for name in adapters]
-        whole = len(adapters)
-        choices = [*tallies, base.tally]  # the base's column comes last, as in `Observed`
-        derived: list[Line] = []
-        if not measured.set.blended:
-            derived.append(Line(OWN_ROW, "own", own_tally(tallies, base.tally)))
-        if bl.SEQUENCE_ORACLE in names:
-            best = chosen_tally(choices, best_choice(choices))
-            derived.append(Line(bl.SEQUENCE_ORACLE, "oracle", best))
-        if bl.SEQUENCE_ROUTER in names:
-            seen: set[str] = set()
-            for line in [x for x in lines.values() if x.group == "router" and x.observed is not None]:
-                name = line.title.rpartition(" ")[0]
-                if name in seen or line.observed is None:
-                    continue
-                seen.add(name)
-                choice = np.array([line.observed.prompt.get(i, whole) for i in range(len(measured.rows))])
-                derived.append(
-                    Line(f"{bl.SEQUENCE_ROUTER} ({name})", "baseline", chosen_tally(choices, choice))
-                )
-        if bl.ADAPTERS not in names and not measured.set.blended:
-            for name in adapters:
-                lines.pop(name)
-        order = ("base", "adapter", "own", "oracle", "baseline", "router")
-        every = [*lines.values(), *derived]
-        measured.lines = {x.title: x for x in sorted(every, key=lambda x: order.index(x.group))}
 
 
 def _peft_version() -> str:

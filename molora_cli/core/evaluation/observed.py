@@ -21,8 +21,8 @@ class Observed:
 
     adapters: names; the base is one column more. labels: L. weights: share of the base's layers per group of
     the route. right, seen: tokens by PARTS, a token counting by the layers whose first choice is its label's
-    adapter. mass: (L, K + 1) gates over prompt and completion tokens, mean over layers. prompt: row -> the
-    column that its scores over the prompt before the first answer add up to.
+    adapter. mass: (L, K + 1) gates over prompt and completion tokens, mean over layers. prompt: row -> for
+    each of its answers the column with the best sum of scores over the tokens since the answer before.
     """
 
     adapters: tuple[str, ...]
@@ -32,7 +32,7 @@ class Observed:
     switches: float = 0.0
     neighbours: int = 0
     mass: NDArray[np.float64] = field(init=False)
-    prompt: dict[int, int] = field(default_factory=dict)
+    prompt: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.mass = np.zeros((self.labels, len(self.adapters) + 1))
@@ -56,7 +56,12 @@ class Observed:
                 moved = first[here][1:] != first[here][:-1]
                 self.switches += float((moved * weights).sum())
                 self.neighbours += len(row.ids) - 1
-            self.prompt[batch.at[place]] = self._sequence(trace, columns, here, row, weights)
+            found, before = [], 0
+            for answer, end in row.spans:
+                prompt = slice(start + before, start + max(before + 1, answer))
+                found.append(self._best(trace, columns, prompt, weights))
+                before = end
+            self.prompt[batch.at[place]] = found
 
     def _accuracy(self, first: Any, labels: Any, part: Any, weights: Any) -> None:
         single = (labels >= 0) & (labels < len(self.adapters))  # a blend has no adapter of its own
@@ -70,9 +75,8 @@ class Observed:
         where = np.broadcast_to(labels[real][:, None, None], spread.shape)
         np.add.at(self.mass, (where.ravel(), columns[real].ravel()), spread.ravel())
 
-    def _sequence(self, trace: Trace, columns: Any, here: slice, row: Any, weights: Any) -> int:
-        """The column with the best sum of scores over the tokens before the first counted one."""
-        prompt = slice(here.start, here.start + max(1, int(row.counted.nonzero()[0])))
+    def _best(self, trace: Trace, columns: Any, prompt: slice, weights: Any) -> int:
+        """The column with the best sum of scores over the tokens of `prompt`."""
         base = len(self.adapters)
         total = np.zeros(base + 1)
         if trace.scores is None or not trace.experts:

@@ -1,4 +1,4 @@
-"""Baselines that PEFT ships, run by PEFT itself: Arrow, and X-LoRA trained on the spot.
+"""Baselines that PEFT ships, run by PEFT itself: its merges, Arrow, and X-LoRA trained on the spot.
 
 Arrow: Ostapenko et al., arXiv 2405.11157, section 3.2. X-LoRA: Buehler and Buehler, arXiv 2402.07148.
 """
@@ -22,6 +22,35 @@ from molora_cli.text import shorten
 
 STEP_TOKENS = 800  # of one optimiser step, padding left out
 _MIXED_SHARE = 0.2
+_MERGED = "molora merged"  # no name of an adapter has a blank
+
+
+def merged(base: Any, folders: Mapping[str, Path], kind: str, settings: Mapping[str, float]) -> Any:
+    """The base under the one adapter that PEFT's `add_weighted_adapter` makes of these PEFT folders.
+
+    kind: its combination_type (those used here work on A and B apart). settings: weight of each adapter, 0 =
+    1/n; density; seed of what is dropped. Raises InputError where PEFT refuses the adapters.
+    """
+    from peft import PeftModel
+
+    names = list(folders)
+    weight = settings["weight"] or 1.0 / len(names)
+    density = settings.get("density")
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(int(settings.get("seed", 0)))
+            model = PeftModel.from_pretrained(base, folders[names[0]], adapter_name=names[0])
+            for name in names[1:]:
+                model.load_adapter(folders[name], adapter_name=name)
+            given = {} if density is None else {"density": density}
+            model.add_weighted_adapter(names, [weight] * len(names), _MERGED, combination_type=kind, **given)
+            model.set_adapter(_MERGED)
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        raise InputError(
+            f"PEFT's {kind} merge refuses these adapters: {shorten(str(error), 160)}", ""
+        ) from error
+    return model.eval()
 
 
 def arrow(base: Any, folders: Mapping[str, Path], k: int, temperature: float) -> Any:

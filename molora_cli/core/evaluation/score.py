@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from molora_cli.core.evaluation.observed import Observed
-from molora_cli.core.evaluation.rows import NO_LABEL, Batch, EvalRow, batches
+from molora_cli.core.evaluation.rows import NO_LABEL, Batch, EvalRow, batches, first_turns
 from molora_cli.core.evaluation.tally import Tally
 from molora_cli.core.routed.route import BASE, Route
 from molora_cli.errors import MoloraError
@@ -49,6 +49,29 @@ def live(batch: Batch) -> None:
 
 
 @torch.no_grad()
+def forward(model: Any, batch: Batch, decide: Decide | None) -> tuple[Any, Tensor]:
+    """The model's output for a batch, with the head on the positions alone that predict a counted token of
+    some row; and these positions, (P,) int64. model, decide: as for `score`."""
+    device = next(iter(model.parameters())).device
+    predicts = torch.zeros(batch.ids.shape[1], dtype=torch.bool)
+    for row in batch.rows:
+        predicts[: len(row.ids) - 1] |= row.counted[1:]
+    keep = predicts.nonzero().squeeze(1)
+    options: dict[str, Any] = {}
+    route = None if decide is None else decide(batch)
+    if decide is not None:
+        options["route"] = None if route is None else Route(route.indices.to(device), route.gates.to(device))
+    output = model(
+        input_ids=batch.ids.to(device),
+        attention_mask=batch.mask.to(device, torch.int64),
+        logits_to_keep=keep.to(device),
+        use_cache=False,
+        **options,
+    )
+    return output, keep
+
+
+@torch.no_grad()
 def score(
     model: Any,
     rows: Sequence[EvalRow],
@@ -62,7 +85,7 @@ def score(
     counter: PassCounter | None = None,
     tokens: int = TOKENS,
 ) -> None:
-    """Add the NLL of the rows numbered `wanted` to `tally`.
+    """Add the NLL of the rows numbered `wanted` to `tally`, which has a line per answer (`first_turns`).
 
     model: a RoutedModel, or with decide None anything that takes input_ids, attention_mask and
     logits_to_keep. observed: filled from the output's trace. ticker: counts tokens. done: told the rows of
@@ -70,32 +93,23 @@ def score(
     counted token. Raises MoloraError where an NLL is not a number.
     """
     finished = 0
-    device = next(iter(model.parameters())).device
+    first = first_turns(rows)
     for batch in batches(rows, wanted, tokens):
         width = batch.ids.shape[1]
         target = torch.full((len(batch.rows), width), NO_LABEL)  # label of the token that position t predicts
+        line = torch.zeros(len(batch.rows), width, dtype=torch.int64)  # of the tally, for that token
         for b, row in enumerate(batch.rows):
             target[b, : len(row.ids) - 1] = torch.where(row.counted[1:], row.labels[1:], NO_LABEL)
-        keep = (target >= 0).any(0).nonzero().squeeze(1)  # (P,)
-        options: dict[str, Any] = {} if decide is None else {"route": decide(batch)}
-        if options.get("route") is not None:
-            route = options["route"]
-            options["route"] = Route(route.indices.to(device), route.gates.to(device))
-        output = model(
-            input_ids=batch.ids.to(device),
-            attention_mask=batch.mask.to(device, torch.int64),
-            logits_to_keep=keep.to(device),
-            use_cache=False,
-            **options,
-        )
+            line[b, : len(row.ids) - 1] = row.turn[1:] + int(first[batch.at[b]])
+        output, keep = forward(model, batch, decide)
         seen = target[:, keep]  # (B, P)
         here = seen >= 0
-        logits: Tensor = output.logits[here.to(device)].float()  # (counted, V)
-        goal = batch.ids[:, keep + 1][here].to(device)
+        logits: Tensor = output.logits[here.to(output.logits.device)].float()  # (counted, V)
+        goal = batch.ids[:, keep + 1][here].to(logits.device)
         nll = F.cross_entropy(logits, goal, reduction="none").double().cpu()
         if not bool(nll.isfinite().all()):
             raise MoloraError("the model gave an NLL that is not a number", "try --dtype float32")
-        places = torch.tensor(batch.at)[:, None].expand_as(seen)[here].numpy()
+        places = line[:, keep][here].numpy()
         np.add.at(tally.sums, (places, seen[here].numpy()), nll.numpy())
         np.add.at(tally.counts, (places, seen[here].numpy()), 1.0)
         if observed is not None:

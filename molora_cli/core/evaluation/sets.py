@@ -48,7 +48,7 @@ def blend_parts(label: str, adapters: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_sets(
-    specs: Sequence[str], adapters: Sequence[str], limit: int | None
+    specs: Sequence[str], adapters: Sequence[str], limit: int | None, single: int | None
 ) -> tuple[dict[str, list[Example]], list[tuple[str, list[Example]]]]:
     """`--data` values to (rows per domain, sets of rows that carry segments).
 
@@ -62,8 +62,9 @@ def read_sets(
         if not sep or Path(spec).exists():
             name, value = "", spec
         path = Path(value).expanduser()
-        rows = spaced(read_examples(path), limit)
-        if name in adapters or name == BASE_LABEL:
+        own = name in adapters or name == BASE_LABEL
+        rows = spaced(read_examples(path), single if own else limit)
+        if own:
             domains.setdefault(name, []).extend(
                 r if r.segments else labelled(replace(r, label=name), name) for r in rows
             )

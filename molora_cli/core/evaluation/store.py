@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from molora_cli.core.evaluation.rows import EvalRow
+from molora_cli.core.evaluation.rows import EvalRow, first_turns
 from molora_cli.core.evaluation.tally import Tally
 
 FILE = "nll.sqlite"
@@ -45,7 +45,8 @@ class NllStore:
         return hashlib.sha256(f"{self._about}\0{method}\0{row.digest}".encode()).hexdigest()
 
     def fill(self, method: str, rows: Sequence[EvalRow], tally: Tally, wanted: Sequence[int]) -> list[int]:
-        """Write what is known of the rows numbered `wanted` into `tally`; returns those that are missing."""
+        """Write what is known of the rows numbered `wanted` into `tally` (a line per answer); returns those
+        that are missing."""
         if self._connection is None or not method:
             return list(wanted)
         keys = {i: self._key(method, rows[i]) for i in wanted}
@@ -60,9 +61,12 @@ class NllStore:
                 )
         except sqlite3.Error:
             return list(wanted)
+        starts = first_turns(rows)
         for i, key in keys.items():
-            for label, (total, count) in json.loads(known.get(key, "{}")).items():
-                tally.sums[i, int(label)], tally.counts[i, int(label)] = total, count
+            for cell, (total, count) in json.loads(known.get(key, "{}")).items():
+                label, _, turn = cell.partition("/")
+                at = int(starts[i]) + int(turn or 0), int(label)
+                tally.sums[at], tally.counts[at] = total, count
         return [i for i in wanted if keys[i] not in known]
 
     def put(self, method: str, rows: Sequence[EvalRow], tally: Tally, done: Sequence[int]) -> None:
@@ -70,11 +74,14 @@ class NllStore:
         if self._connection is None or not method:
             return
         values: list[tuple[str, str]] = []
+        starts = first_turns(rows)
         for i in done:
-            counted: Mapping[str, list[float]] = {
-                str(label): [float(tally.sums[i, label]), float(tally.counts[i, label])]
-                for label in tally.counts[i].nonzero()[0]
-            }
+            counted: dict[str, list[float]] = {}  # "LABEL" in the first answer, "LABEL/TURN" in a later one
+            for turn in range(rows[i].turns):
+                line = int(starts[i]) + turn
+                for label in tally.counts[line].nonzero()[0]:
+                    cell = f"{label}/{turn}" if turn else str(label)
+                    counted[cell] = [float(tally.sums[line, label]), float(tally.counts[line, label])]
             values.append((self._key(method, rows[i]), json.dumps(counted)))
         try:
             with self._connection:

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Tally:
-    """NLL sums (nats) and token counts of N rows by L labels, both (N, L)."""
+    """NLL sums (nats) and token counts of N lines by L labels, both (N, L); a line is one answer of a row."""
 
     sums: Floats
     counts: Floats
@@ -119,6 +119,11 @@ class Recovered:
         """The paired difference of the means."""
         return Interval.of(self._value - other._value, self._draws - other._draws)
 
+    def minus_at(self, other: Recovered, label: int) -> Interval:
+        """The paired difference of one label's shares."""
+        draws = self.draws[:, label] - other.draws[:, label]
+        return Interval.of(float(self.value[label] - other.value[label]), draws)
+
 
 def recovered(base: Means, found: Means, own: Means) -> Recovered:
     """A label whose own adapter gains nothing has no share: NaN, and it is left out of the mean."""
@@ -149,9 +154,17 @@ def chosen_tally(tallies: Sequence[Tally], choice: NDArray[np.int64]) -> Tally:
     return Tally(sums, counts)
 
 
-def best_choice(tallies: Sequence[Tally]) -> NDArray[np.int64]:
-    """(N,) the tally with the lowest NLL over each row's counted tokens: it reads the answer."""
-    return np.stack([t.sums.sum(1) for t in tallies]).argmin(0)
+def best_choice(tallies: Sequence[Tally], groups: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """(N,) the tally with the lowest NLL over each line's counted tokens: it reads the answer. groups: (N,)
+    numbers from 0 of lines that must take the same one."""
+    totals = np.stack([t.sums.sum(1) for t in tallies])  # (K, N)
+    if groups is None:
+        return totals.argmin(0)
+    whole = np.zeros((len(tallies), int(groups.max()) + 1))
+    for one, total in zip(whole, totals, strict=True):
+        np.add.at(one, groups, total)
+    best: NDArray[np.int64] = whole.argmin(0)
+    return best[groups]
 
 
 def _ratio(above: Any, below: Any) -> Floats:

@@ -13,7 +13,7 @@ import numpy as np
 
 from molora_cli.core.evaluation import sandbox, sql
 from molora_cli.core.evaluation.lab import Lab
-from molora_cli.core.evaluation.measure import RouterFile
+from molora_cli.core.evaluation.lines import RouterFile
 from molora_cli.core.evaluation.sets import blend_parts, spaced
 from molora_cli.core.generate import stream
 from molora_cli.core.training.data import Example
