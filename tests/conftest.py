@@ -47,6 +47,7 @@ def _quiet_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     """No test reads or writes the user's own state, or asks a hub."""
     monkeypatch.setenv("MOLORA_HOME", str(tmp_path_factory.mktemp("home")))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("MOLORA_COMPILE", "off")
     monkeypatch.setenv("TERM", os.environ.get("TERM", "xterm"))
 
 

@@ -158,7 +158,7 @@ def compile_command(compiler: list[str], source: str, flags: tuple[str, ...], li
     include = Path(torch.__file__).parent / "include"
     abi = int(torch.compiled_with_cxx11_abi())
     # the wrappers only pass on: optimising them costs seconds of compilation and wins nothing
-    level = "-O3" if source == "kernels.cpp" else "-O1"
+    level = "-O1" if source == "ops.cpp" else "-O3"
     openmp = () if _openmp_library() is None else _openmp_flags()
     return [
         *compiler,
@@ -170,7 +170,7 @@ def compile_command(compiler: list[str], source: str, flags: tuple[str, ...], li
 
 
 def _compile(compiler: list[str], folder: Path, flags: tuple[str, ...], library: str) -> Path:
-    objects = [folder / "kernels.o", folder / "ops.o"]
+    objects = [folder / "kernels.o", folder / "attend.o", folder / "ops.o"]
     commands = [[*compile_command(compiler, f"{o.stem}.cpp", flags, library), "-o", str(o)] for o in objects]
     _run_all(commands)
     made = folder / "library.so"

@@ -3,12 +3,17 @@
     gemv    (x, weight, bias, row_scale) -> y               y = W x + bias
     linear  (x, weight, bias, row_scale, *adapters) -> y    the mixture of a module with a dense weight
     delta   (y, x, base_bias, *adapters) -> y'              the mixture where W x + bias = y is given
+    attend  (q, k, v, keys, values, position, scale) -> y   one token's attention; k and v are written there
 
 x (..., in), y (..., out) float32, bfloat16 or float16; weight (out, in) of the same dtype, or int8 with
 row_scale (out,) float32; bias (out,) of x's dtype or None. adapters: A (R, in), B (out, R) of x's dtype,
 best stored by columns; extent (S, 2) int64; scale (S,) float32; slots (N, J) int64 in [0, S), 0 = none;
 gates (N, J) float32; out_scale, out_bias (S, out) float32 or None. N is the product of x's leading sizes.
 Any strides. Sums are fp32.
+
+attend: q (1, H, 1, D); k (1, G, 1, D) and v (1, G, 1, E) go to `position`, (1,) int64, of keys (1, G, P, D)
+and values (1, G, P, E); y (1, 1, H, E) = softmax(scale q K^T) V over positions 0 .. position. Query heads
+h * H / G .. + H / G read key head h.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ def load(
     """
     if library not in _registered:
         cpu_build.load(notify, flags, library)
-        for name, fake in (("gemv", _fake_linear), ("linear", _fake_linear), ("delta", _fake_delta)):
+        for name, fake in _FAKES.items():
             torch.library.register_fake(f"{library}::{name}", fake)
         _registered.add(library)
     return getattr(torch.ops, library)
@@ -49,6 +54,18 @@ def _fake_linear(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 
 def _fake_delta(y: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
+def _fake_attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty((1, 1, q.shape[1], values.shape[3]))
+
+
+_FAKES: dict[str, Callable[..., Tensor]] = {
+    "gemv": _fake_linear,
+    "linear": _fake_linear,
+    "delta": _fake_delta,
+    "attend": _fake_attend,
+}
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -70,6 +71,14 @@ def command(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     backend: Annotated[str, typer.Option(help="What runs the linears: auto, torch or cpu.")] = "auto",
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile/--no-compile",
+            envvar="MOLORA_COMPILE",
+            help="Compile the decode step, once per base, beside the chat.",
+        ),
+    ] = True,
     chat_template: Annotated[File, typer.Option(help="Jinja file used as the chat template.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Continue text; no chat template.")] = False,
     json: Annotated[bool, typer.Option("--json", help="JSON Lines: every token, then a summary.")] = False,
@@ -85,6 +94,8 @@ def command(
     from molora_cli.core.conversation import load as load_conversation
     from molora_cli.views.palette import Palette
 
+    if sys.stdout.isatty():  # its window may be resized while chat runs, what a shell exported stays
+        os.environ.pop("COLUMNS", None)
     out = Out(json_mode=json, quiet=quiet)
     out.stdout.no_color = out.stdout.no_color or no_colour
     out.stderr.no_color = out.stderr.no_color or no_colour
@@ -114,6 +125,8 @@ def command(
         out.warn(warning)
     if chat_template:
         use_template_file(need_tokenizer(model.tokenizer), chat_template)
+    if compile:
+        model.compile_step(out.note)
     session = ChatSession(model, plain=plain, notify=out.warn)
     session.settings = settings
     if saved and resume:

@@ -267,20 +267,35 @@ class _Run:
     stop: frozenset[int]
     cache: DecodeCache
 
-    def _forward(self, block: list[int], past: Any) -> tuple[Any, Any]:
-        """The output of the base on a block of ids (logits of the last position at least), and its cache."""
+    def _forward(self, block: list[int], past: Any) -> tuple[Tensor, Any, Any]:
+        """Logits (V,) float32 after a block of ids, the trace of the block's routes, and keys and values."""
+        given = None
+        if self.fixed is not None:
+            gate = float(self.fixed != BASE)
+            given = Route.constant([self.fixed], [gate], 1, len(block), self.model.device)
+        runtime = getattr(self.model, "runtime", None)
+        if runtime is not None and past is None:
+            past = runtime.new_cache()
+        elif runtime is not None and len(block) == 1:
+
+            def eager() -> Tensor:
+                return self._eager(block, past, given)[0]
+
+            stepped = runtime.token(block[0], past, given, eager)
+            if stepped is not None:
+                return stepped.logits, stepped.trace, past
+        return self._eager(block, past, given)
+
+    def _eager(self, block: list[int], past: Any, given: Route | None) -> tuple[Tensor, Any, Any]:
         takes = inspect.signature(self.model.base.forward).parameters
         # renamed in transformers 5.24
         name = "cache" if "cache" in takes else "past_key_values"
-        named: dict[str, Any] = {name: past, "use_cache": True}
+        named: dict[str, Any] = {name: past, "use_cache": True, "route": given}
         if "logits_to_keep" in takes:
             named["logits_to_keep"] = 1
-        if self.fixed is not None:
-            gate = float(self.fixed != BASE)
-            named["route"] = Route.constant([self.fixed], [gate], 1, len(block), self.model.device)
         with torch.no_grad():
             output = self.model.forward(torch.tensor([block], device=self.model.device), **named)
-        return output, getattr(output, name)
+        return output.logits[0, -1].float().cpu(), output.trace, getattr(output, name)
 
     def decode(self, ids: list[int], room: int, limit: int | None, notify: Notify | None) -> _Events:
         """Up to `room` events after the prompt `ids`; limit: the context length where it is what set
@@ -292,10 +307,9 @@ class _Run:
         reason = "length" if limit is None else "context"
         for made in range(1, room + 1):
             self.cache.past = None  # until the forward is through
-            output, past = self._forward(block, past)
+            logits, trace, past = self._forward(block, past)
             fed.extend(block)
             self.cache.put(past, fed, self.routing)
-            logits = output.logits[0, -1].float().cpu()
             if logits.isnan().any():
                 raise MoloraError("the model's logits are not numbers (NaN)", "try --dtype float32")
             token = self.sampler(logits)
@@ -303,7 +317,7 @@ class _Run:
                 reason = "stop"
                 break
             piece, complete = text.push(token)
-            route = _last_route(output.trace, self.model.adapters)
+            route = _last_route(trace, self.model.adapters)
             logprob = float(logits[token] - logits.logsumexp(0))
             held.append(TokenEvent(token, piece, route, logprob))
             # the last event waits while a letter is unfinished, so that there is one to carry what the end

@@ -9,6 +9,7 @@
 #include <c10/util/Half.h>
 #include <torch/library.h>
 
+#include "attend.h"
 #include "mixture.h"
 
 #ifndef MOLORA_LIBRARY
@@ -216,6 +217,40 @@ static Tensor delta(const Tensor& y, const Tensor& x, const Maybe& base_bias, co
   return mixed;
 }
 
+// Row `position` of a cache (1, heads, room, width) takes the new token's (1, heads, 1, width).
+template <class T>
+static Kept<T> put(const Tensor& kept, const Tensor& fresh, int64_t position) {
+  TORCH_CHECK(kept.dim() == 4 && fresh.dim() == 4 && kept.size(0) == 1 && fresh.size(0) == 1 && fresh.size(2) == 1 &&
+                  kept.size(1) == fresh.size(1) && kept.size(3) == fresh.size(3) && kept.stride(3) == 1 &&
+                  kept.scalar_type() == fresh.scalar_type(),
+              "new keys or values ", fresh.sizes(), " do not fit the cache ", kept.sizes());
+  TORCH_CHECK_INDEX(0 <= position && position < kept.size(2), "position ", position, " of ", kept.size(2));
+  Tensor rows = dense(fresh);
+  const T* from = rows.const_data_ptr<T>();
+  T* to = kept.data_ptr<T>();
+  int64_t width = kept.size(3);
+  for (int64_t h = 0; h < kept.size(1); h++)
+    std::copy(from + h * width, from + (h + 1) * width, to + h * kept.stride(1) + position * kept.stride(2));
+  return {to, kept.stride(1), kept.stride(2), width};
+}
+
+static Tensor attend_one(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const Tensor& values,
+                         const Tensor& position, double scale) {
+  refuse_gradients(q, k, v, keys, values);
+  TORCH_CHECK(q.dim() == 4 && q.size(0) == 1 && q.size(2) == 1 && q.size(3) == keys.size(3) && position.numel() == 1 &&
+                  q.scalar_type() == keys.scalar_type() && q.size(1) % keys.size(1) == 0 && keys.size(1) == values.size(1),
+              "a query ", q.sizes(), " does not fit keys ", keys.sizes());
+  int64_t at = *position.const_data_ptr<int64_t>(), heads = q.size(1);
+  Tensor query = dense(q), y = at::empty({1, 1, heads, values.size(3)}, q.options());
+  by_type(q.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    auto K = put<T>(keys, k, at), V = put<T>(values, v, at);
+    attend<T>(query.const_data_ptr<T>(), heads, heads / keys.size(1), K, V, at + 1, float(scale),
+              y.mutable_data_ptr<T>(), threads());
+  });
+  return y;
+}
+
 #define MOLORA_ADAPTERS \
   "Tensor A, Tensor B, Tensor extent, Tensor scale, Tensor slots, Tensor gates, Tensor? out_scale, Tensor? out_bias"
 
@@ -223,12 +258,14 @@ TORCH_LIBRARY(MOLORA_LIBRARY, m) {
   m.def("gemv(Tensor x, Tensor weight, Tensor? bias, Tensor? row_scale) -> Tensor");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? row_scale, " MOLORA_ADAPTERS ") -> Tensor");
   m.def("delta(Tensor y, Tensor x, Tensor? base_bias, " MOLORA_ADAPTERS ") -> Tensor");
+  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor position, float scale) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(MOLORA_LIBRARY, CPU, m) {
   m.impl("gemv", &gemv);
   m.impl("linear", &linear);
   m.impl("delta", &delta);
+  m.impl("attend", &attend_one);
 }
 
 }  // namespace molora

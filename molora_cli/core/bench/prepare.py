@@ -53,7 +53,8 @@ def _models(job: Job, material: Material, backend: str, folder: Path) -> Iterato
     plain = [BASE, ENGINE, *routed, GROUPS]
     there, usual = [*plain, *PEFT], [*plain, *PEFT]
     if job.bench == "decode":
-        there += [f"{name}{COMPILED}" for name in (BASE, ENGINE, *routed, GROUPS)] + [PLAIN, LORA]
+        # what a router reads of hidden states is not in the compiled step
+        there += [f"{name}{COMPILED}" for name in (BASE, ENGINE, *routed)] + [PLAIN, LORA]
         usual += [] if missing(material) else [PLAIN, LORA]
     if job.bench == "end-to-end" and job.bundle is not None:
         there.append(START)
@@ -94,21 +95,23 @@ def _runners(
 ) -> tuple[list[tuple[Engine, Runner]], list[str]]:
     """The runners with the engine that fills their caches, and notes."""
     engine = Engine(material, backend)
-    engines = [engine]
-    if any(name.endswith(COMPILED) and not name.startswith(BASE) for name in wanted):
-        engines.append(Engine(material, backend, compiled=True))
     pairs = [
-        (engine, base_runner(material, compiled=compiled))
-        for compiled in (False, True)
-        if BASE + (COMPILED if compiled else "") in wanted
+        (engine, base_runner(material, compiled=by_torch))
+        for by_torch in (False, True)
+        if BASE + (COMPILED if by_torch else "") in wanted
     ]
-    for one in engines:
-        end = COMPILED if one.compiled else ""
-        if ENGINE + end in wanted:
-            pairs.append((one, one.plain()))
-        pairs += [(one, one.routed(k)) for k in job.topk if f"top{k}{end}" in wanted]
-        if GROUPS + end in wanted:
-            pairs.append((one, one.groups(min(job.topk))))
+    if ENGINE in wanted:
+        pairs.append((engine, engine.plain()))
+    pairs += [(engine, engine.routed(k)) for k in job.topk if f"top{k}" in wanted]
+    if GROUPS in wanted:
+        pairs.append((engine, engine.groups(min(job.topk))))
+    if ENGINE + COMPILED in wanted:
+        alone = Engine(material.part([]), backend, compiled=True)
+        pairs.append((alone, alone.plain()))
+    compiled = [k for k in job.topk if f"top{k}{COMPILED}" in wanted]
+    if compiled:
+        one = Engine(material, backend, compiled=True)
+        pairs += [(one, one.routed(k)) for k in compiled]
     others, notes = peft_runners(material, wanted & set(PEFT), folder, max(job.topk))
     return [*pairs, *((engine, runner) for runner in others)], notes
 

@@ -17,9 +17,13 @@ from molora_cli.core.bench.work import ways
 from molora_cli.core.routed.model import RoutedModel
 from molora_cli.core.routed.state import state_of
 from molora_cli.core.router.stack import RouterStack
+from molora_cli.core.runtime.package import make_now
+from molora_cli.core.runtime.runtime import Runtime, unsupported
+from molora_cli.errors import InputError, MoloraError
 
 BASE, ENGINE, GROUPS = "base", "engine", "groups"
-COMPILED = "-compiled"  # after the name of a side: its forward compiled by torch
+# after the name of a side: our engine with the compiled step of a chat, the base compiled by torch
+COMPILED = "-compiled"
 
 
 @dataclass
@@ -29,7 +33,8 @@ class Runner:
     name, title: as of `timing.Side`. model: called with input_ids and keywords. top: adapters that a token
     takes. cached: False where it cannot keep keys and values and runs the whole text for every token. static:
     its keys and values need room of a fixed size. select: puts the model into this mode. routed: the routed
-    model where it is one. notes: what there is to say.
+    model where it is one. runtime: what runs single tokens, None = the model itself. notes: what there is to
+    say.
     """
 
     name: str
@@ -41,6 +46,7 @@ class Runner:
     select: Callable[[], object] | None = None
     routed: RoutedModel | None = None
     router: RouterStack | None = None
+    runtime: Runtime | None = None
     notes: list[str] = field(default_factory=list)
 
     def ready(self) -> None:
@@ -54,7 +60,18 @@ class Runner:
             named[cache_argument(self.model)] = cache
         if keep:
             named["logits_to_keep"] = keep
+        if self.runtime is not None and cache is not None and ids.shape[1] == 1:
+            return self._token(
+                int(ids), cache, lambda: self.model(input_ids=ids, **named).logits[0, -1].float()
+            )
         return self.model(input_ids=ids, **named)
+
+    def _token(self, token: int, cache: Any, eager: Callable[[], Tensor]) -> Any:
+        assert self.runtime is not None
+        stepped = self.runtime.token(token, cache, None, eager)
+        if stepped is None:
+            raise MoloraError(f"the side {self.name} fell back to an eager forward", "leave it out")
+        return stepped
 
     def facts(self, cache: Any = None, first: int = 0) -> Mapping[str, Any]:
         """What a routed runner's modules ran, and how often the route changed in `cache` from `first` on."""
@@ -109,11 +126,17 @@ class Engine:
     """Our engine over one routed model: modes share its weights and adapters."""
 
     def __init__(self, material: Material, backend: str, *, compiled: bool = False) -> None:
+        """compiled: with the compiled decode step of a chat, which is waited for. Raises InputError where
+        there can be none."""
         self.material = material
         self.model = material.routed(backend)
-        self.compiled = compiled
+        self.runtime: Runtime | None = None
         if compiled:
-            compile_forward(self.model.base)
+            self.runtime = _compiled(self.model)
+
+    @property
+    def compiled(self) -> bool:
+        return self.runtime is not None
 
     def plain(self) -> Runner:
         """The engine with no adapter loaded: its fast linears alone, no router."""
@@ -156,19 +179,33 @@ class Engine:
             title + (", compiled" if self.compiled else ""),
             self.model,
             top=top if router is None else router.k,
-            static=self.compiled,
             select=select or routed,
             routed=self.model,
             router=router,
+            runtime=self.runtime,
         )
 
     def filled(self, ids: Tensor, room: int | None = None) -> Cache:
         """Keys and values of ids (1, T), made by the base alone, and known to the engine; room: as of
         `new_cache`."""
         self.model.off()
-        cache = new_cache(self.material.base.config, room)
+        roomy = None if self.runtime is None else self.runtime.new_cache()
+        cache = roomy or new_cache(self.material.base.config, room)
         self.model(ids, use_cache=True, logits_to_keep=1, **{cache_argument(self.model): cache})
         return cache
+
+
+def _compiled(model: RoutedModel) -> Runtime:
+    """The compiled step of a model, made now where there is none yet."""
+    said: list[str] = []
+    runtime = Runtime(model, said.append, make=make_now)
+    runtime.look()
+    if not runtime.ready:
+        reason = unsupported(model) or (said[-1] if said else "it failed before")
+        raise InputError(
+            f"this engine has no compiled decode step: {reason}", "leave the -compiled sides out"
+        )
+    return runtime
 
 
 def changing_ids(router: RouterStack, before: Tensor, count: int, seed: int = 0) -> Tensor:

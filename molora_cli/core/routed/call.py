@@ -89,3 +89,15 @@ def new_tokens(attention_mask: Any, past: int, ids: Tensor) -> Tensor:
         own = mask[:, 0, :, first : first + length].diagonal(dim1=1, dim2=2).to(ids.device)  # (B, T)
         return own if own.dtype == torch.bool else own == 0
     return everything
+
+
+def one_token(token: int, cache: Cache, device: torch.device) -> Call:
+    """The call that gives one more token of one text."""
+    ids = torch.tensor([[token]], device=device)
+    return Call(ids, torch.ones_like(ids, dtype=torch.bool), cache, cached_length(cache), 1, True)
+
+
+def checkpoints(base: Any) -> bool:
+    """Whether the base runs layers again in the backward pass (renamed during transformers 5)."""
+    renamed = getattr(base, "is_activation_checkpointing", None)
+    return bool(base.is_gradient_checkpointing if renamed is None else renamed)

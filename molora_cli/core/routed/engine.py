@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from molora_cli.core.routed.attach import routed_modules
-from molora_cli.core.routed.call import Call, argument_names, read_call
+from molora_cli.core.routed.call import Call, argument_names, checkpoints, one_token, read_call
 from molora_cli.core.routed.context import Context, layer_ranges
 from molora_cli.core.routed.first_pass import FirstPass
 from molora_cli.core.routed.live import Enough, LayerHooks, ModuleHooks
 from molora_cli.core.routed.modules import RoutedModule
-from molora_cli.core.routed.outputs import Routed, add_trace
+from molora_cli.core.routed.outputs import NextToken, Routed, add_trace, cache_in
 from molora_cli.core.routed.route import BASE, Route
 from molora_cli.core.routed.state import RouterState, bind, state_of
 from molora_cli.errors import InputError
@@ -182,12 +182,12 @@ class Engine:
             self._begin(running, args, kwargs)
         else:
             # nothing to add: the base's modules run alone and the result is theirs bit for bit
-            plain = self.mode == OFF if given is None else _all_base(given)
+            plain = self.mode == OFF if given is None else given.all_base
             ranges = None if self.router is None else self.router.group_ranges
             layers = layer_ranges(running.route.groups, self.context.n_layers, ranges)
             self.context.set(None if plain else running.route, layers, call.keep, call.ids.device)
         self.context.active = True
-        if torch.is_grad_enabled() and module.training and _checkpoints(module):
+        if torch.is_grad_enabled() and module.training and checkpoints(module):
             self.context.pending += 1
         self._running = running
         return args, kwargs
@@ -324,13 +324,19 @@ class Engine:
             return output
         call = running.call
         routed, stages = self._routed(running)
-        cache = call.cache if call.cache is not None else _cache_in(output)
+        cache = call.cache if call.cache is not None else cache_in(output)
         if cache is not None:
-            before = running.past or RouterState(self, call.batch, call.ids.device)
-            state = before.extended(call.ids, call.mask, routed.route, routed.scores, stages, self.router)
-            state.first = running.first
-            bind(cache, state)
+            self._remember(cache, running, routed, stages)
         return add_trace(output, routed)
+
+    def _remember(
+        self, cache: Cache, running: _Running, routed: Routed, stages: list[dict[str, Tensor]] | None
+    ) -> None:
+        call = running.call
+        before = running.past or RouterState(self, call.batch, call.ids.device)
+        state = before.extended(call.ids, call.mask, routed.route, routed.scores, stages, self.router)
+        state.first = running.first
+        bind(cache, state)
 
     def _routed(self, running: _Running) -> tuple[Routed, list[dict[str, Tensor]] | None]:
         """What the call decided, and the router's state after it."""
@@ -355,18 +361,30 @@ class Engine:
         )
         return routed, deciding.after
 
+    # -- instead of a forward ------------------------------------------------
+    @torch.no_grad()
+    def next_token(self, token: int, cache: Cache, given: Route | None = None) -> NextToken | None:
+        """What a forward of one more token after `cache` would decide; None where only it can tell.
 
-def _all_base(route: Route) -> bool:
-    return not route.gates.requires_grad and not bool((route.indices != BASE).any())
+        given: (1, 1, [G,] k), as `route` of a call. Raises InputError as the forward would.
+        """
+        router, routed_by_router = self.router, given is None and self.mode == AUTO
+        if routed_by_router and (router is None or router.live):
+            return None
+        call = one_token(token, cache, self.device)
+        past = self._history(call, routed=routed_by_router)
+        running = _Running(call, past, route=self._given(call, given))
+        if running.route is None:
+            assert router is not None
+            running.deciding = router.begin(call.ids, call.mask, self._stages(call, past))
+            layers, plain = list(router.group_ranges), False
+        else:
+            ranges = None if router is None else router.group_ranges
+            layers = layer_ranges(running.route.groups, self.context.n_layers, ranges)
+            plain = running.route.all_base
+        routed, stages = self._routed(running)
 
+        def remember() -> None:
+            self._remember(cache, running, routed, stages)
 
-def _checkpoints(base: Any) -> bool:
-    """Whether the base runs layers again in the backward pass (renamed during transformers 5)."""
-    renamed = getattr(base, "is_activation_checkpointing", None)
-    return bool(base.is_gradient_checkpointing if renamed is None else renamed)
-
-
-def _cache_in(output: Any) -> Cache | None:
-    """The cache that a forward made by itself."""
-    values = output if isinstance(output, tuple) else getattr(output, "values", tuple)()
-    return next((value for value in values if isinstance(value, Cache)), None)
+        return NextToken(routed, None if plain else routed.route, layers, remember)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from molora_cli.core.bundle.store import Bundle
     from molora_cli.core.generate import TokenEvent
     from molora_cli.core.router.stack import RouterStack
+    from molora_cli.core.runtime.runtime import Runtime
 
 
 class RoutedModel(nn.Module):
@@ -55,6 +56,8 @@ class RoutedModel(nn.Module):
         context = attach(base, factors, self.backend)
         self.base = base
         self.engine = Engine(base, context, self.adapters, router)
+        # set by `compile_step`
+        self.runtime: Runtime | None = None
 
     @classmethod
     def from_parts(
@@ -90,6 +93,16 @@ class RoutedModel(nn.Module):
 
         return stream(self, messages_or_text, **options)
 
+    def compile_step(self, notify: Callable[[str], None] = lambda message: None) -> None:
+        """Have `stream` and chats take a compiled step for each token after the first.
+
+        It is compiled once per base and machine, beside this process; until it is there, and where there
+        can be none, tokens are forwards as before. notify: told that it is being compiled, or why it is not.
+        """
+        from molora_cli.core.runtime.runtime import Runtime
+
+        self.runtime = Runtime(self, notify)
+
     def add(self, name: str, modules: Mapping[str, Factors]) -> None:
         """One more adapter, the last in order: module path -> factors. Takes a fraction of a second.
 
@@ -105,10 +118,13 @@ class RoutedModel(nn.Module):
         if self.router is not None:
             self.router.adapters = self.adapters
             self.engine.router = self.router  # its hooks, on the modules that are routed now
+        if self.runtime is not None:
+            self.runtime.prepare()
 
     def detach(self) -> PreTrainedModel:
         """Take routing off and return the base as it was; this object is of no use afterwards."""
         self.engine.remove()
+        self.runtime = None
         detach(self.base)
         return self.base
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from molora_cli.core.routed.route import Route
@@ -45,6 +47,20 @@ class Routed:
         )
 
 
+@dataclass(frozen=True)
+class NextToken:
+    """A decision about one token.
+
+    routed: as the output of a forward has it. route: (1, 1, G, k), None = base only. layers: [first, end) of
+    each group. remember: to be called once the token's keys and values are cached.
+    """
+
+    routed: Routed
+    route: Route | None
+    layers: list[tuple[int, int]]
+    remember: Callable[[], None]
+
+
 class _Traced:
     """Mixed into an output's own class."""
 
@@ -76,3 +92,9 @@ def add_trace(output: Any, routed: Routed) -> Any:
         output.__class__ = _traced[kind]
     output.__dict__["_molora_trace"] = routed
     return output
+
+
+def cache_in(output: Any) -> Cache | None:
+    """The cache that a forward made by itself."""
+    values = output if isinstance(output, tuple) else getattr(output, "values", tuple)()
+    return next((value for value in values if isinstance(value, Cache)), None)

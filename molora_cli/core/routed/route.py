@@ -50,6 +50,11 @@ class Route:
     def groups(self) -> int:
         return self.indices.shape[2] if self.indices.dim() == 4 else 1
 
+    @property
+    def all_base(self) -> bool:
+        """Whether no token takes an adapter, and no gradient is wanted of the gates."""
+        return not self.gates.requires_grad and not bool((self.indices != BASE).any())
+
     @classmethod
     def constant(
         cls, indices: list[int], gates: list[float], batch: int, length: int, device: object = None

@@ -1,0 +1,97 @@
+// See attend.h. Every thread takes a range of positions for all heads; their parts are joined at the end, in order.
+#include "attend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "dots.h"
+#include "threads.h"
+
+namespace molora {
+
+constexpr int64_t PIECE = 64;  // positions at a time: their scores stay in L1
+
+// e^x of lanes, x <= 0: 2^n by the exponent, 2^f on [-0.5, 0.5] by its Taylor polynomial (error below 2e-7).
+inline Floats exponential(Floats x) {
+  x = x < -87.f ? broadcast(-87.f) : x;
+  Floats t = x * 1.44269504f;
+  typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
+  Ints n = __builtin_convertvector(t - 0.5f, Ints);  // t <= 0: towards zero is up
+  Floats f = (t - __builtin_convertvector(n, Floats)) * 0.69314718f;
+  Floats e = 1.f + f * (1.f + f * (0.5f + f * (0.166666667f + f * (0.0416666667f + f * (0.00833333333f + f * 0.00138888889f)))));
+  return e * (Floats)((n + 127) << 23);
+}
+
+// What a thread knows of one query head: the largest score, the sum of e^(score - largest), and the values weighted so.
+struct Part {
+  float largest = -std::numeric_limits<float>::infinity(), total = 0.f;
+};
+
+template <class T>
+void attend(const T* q, int64_t heads, int64_t shared, const Kept<T>& K, const Kept<T>& V, int64_t length, float scale,
+            T* out, int64_t max_threads) {
+  using Math = typename MathOf<T>::Math;
+  using Format = typename FormatOf<T>::Format;
+  int64_t wide = round_up(K.width), kept = heads / shared;
+  std::vector<typename Math::Token> queries(heads * wide);
+  for (int64_t h = 0; h < heads; h++) Math::template lay<T>(q + h * K.width, K.width, queries.data() + h * wide);
+  int64_t bytes = kept * length * (K.width + V.width) * sizeof(T);
+  int64_t threads = std::min<int64_t>(max_threads, 1 + bytes / THREAD_BYTES);
+  std::vector<Part> parts(threads * heads);
+  std::vector<float> sums(threads * heads * V.width, 0.f);
+  int made = 1;
+
+  in_parallel(threads, [&](int id, int count) {
+    auto [from, to] = share(length, PIECE, id, count);
+    std::vector<float> scores(shared * PIECE);
+    if (id == 0) made = count;
+    for (int64_t k = 0; k < kept; k++)
+      for (int64_t p = from; p < to; p += PIECE) {
+        int64_t n = std::min(PIECE, to - p);
+        dots<Math>(K.data + k * K.head + p * K.row, K.row, n, queries.data() + k * shared * wide, wide, shared, K.width,
+                   scores.data(), PIECE);
+        for (int64_t s = 0; s < shared; s++) {
+          Part& part = parts[id * heads + k * shared + s];
+          float *own = scores.data() + s * PIECE, *weighted = sums.data() + (id * heads + k * shared + s) * V.width;
+          float largest = part.largest;
+          for (int64_t i = 0; i < n; i++) largest = std::max(largest, own[i] * scale);
+          for (int64_t i = 0; i < n; i++) own[i] = own[i] * scale - largest;
+          std::fill(own + n, own + PIECE, -1e30f);
+          for (int64_t i = 0; i < n; i += LANES) store(own + i, exponential(load<Floats>(own + i)));
+          float total = 0.f;
+          for (int64_t i = 0; i < n; i++) total += own[i];
+          float keep = std::exp(part.largest - largest);
+          if (keep != 1.f)
+            for (int64_t i = 0; i < V.width; i++) weighted[i] *= keep;
+          part.total = part.total * keep + total;
+          part.largest = largest;
+          expand<Format>(V.data + k * V.head + p * V.row, V.row, own, n, V.width, weighted);
+        }
+      }
+  });
+
+  for (int64_t h = 0; h < heads; h++) {
+    float largest = parts[h].largest, total = 0.f;
+    for (int t = 1; t < made; t++) largest = std::max(largest, parts[t * heads + h].largest);
+    for (int t = 0; t < made; t++) {
+      float keep = std::exp(parts[t * heads + h].largest - largest);
+      total += keep * parts[t * heads + h].total;
+      float* own = sums.data() + (t * heads + h) * V.width;
+      if (t == 0 && keep != 1.f)
+        for (int64_t i = 0; i < V.width; i++) own[i] *= keep;
+      else if (t > 0)
+        for (int64_t i = 0; i < V.width; i++) sums[h * V.width + i] += keep * own[i];
+    }
+    for (int64_t i = 0; i < V.width; i++) out[h * V.width + i] = T(sums[h * V.width + i] / total);
+  }
+}
+
+#define MOLORA_FOR(T) \
+  template void attend<T>(const T*, int64_t, int64_t, const Kept<T>&, const Kept<T>&, int64_t, float, T*, int64_t);
+MOLORA_FOR(float)
+MOLORA_FOR(c10::BFloat16)
+MOLORA_FOR(c10::Half)
+
+}  // namespace molora

@@ -1,0 +1,212 @@
+"""When a model's compiled step is used: at once where its package is there, else as soon as it is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from molora_kernels.cpu_ops import DTYPES
+from torch import Tensor
+
+from molora_cli.core.routed.attach import layer_number
+from molora_cli.core.routed.modules import Replacement, RoutedLinear, RoutedModule, is_plain
+from molora_cli.core.routed.route import Route
+from molora_cli.core.runtime.cache import RoomCache, new_cache
+from molora_cli.core.runtime.loaded import LoadedStep, PackagedProgram, Program
+from molora_cli.core.runtime.package import PackageError, failure, package_path, start
+from molora_cli.core.runtime.step import Shape
+from molora_cli.core.trace import Trace
+
+Notify = Callable[[str], None]
+LOOK_EVERY = 16  # tokens between two looks for a package that is being made
+TOLERANCE = 0.05  # of the logits' standard deviation, between compiled and eager
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a token gave. logits: (V,) float32, until the next token; trace: its route."""
+
+    logits: Tensor
+    trace: Trace
+
+
+class Runtime:
+    """The compiled step of one routed model, and the way to it.
+
+    notify: told once that it is being compiled, or why it is not. load: how a package becomes a program;
+    make: begins a build. builds: how many builds this object has begun.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        notify: Notify = lambda message: None,
+        *,
+        load: Callable[[Path], Program] = PackagedProgram,
+        make: Callable[[dict[str, Any], Path], Any] = start,
+    ) -> None:
+        self._model, self._notify, self._load, self._make = model, notify, load, make
+        self._step: LoadedStep | None = None
+        self._path: Path | None = None
+        self._told: set[str] = set()
+        self._countdown = 0
+        self._checked = False
+        self.builds = 0
+        self.prepare()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next token may be a compiled one."""
+        return self._step is not None
+
+    def prepare(self) -> None:
+        """Find the package for the model as it is now, or begin to make it; to be called when adapters came.
+
+        A step that is loaded goes on where only factors changed.
+        """
+        reason = unsupported(self._model)
+        if reason is not None:
+            self._step, self._path = None, None
+            return
+        document = json.loads(json.dumps(shape_of(self._model).document(), default=str))
+        path = package_path(document)
+        if self._step is not None and path == self._path:
+            self._bind(self._step)
+            return
+        self._step, self._path, self._checked = None, path, False
+        if path.is_file():
+            self._open()
+            return
+        known = failure(path)
+        if known is not None:
+            return  # it was said when it failed
+        try:
+            self._make(document, path)
+            self.builds += 1
+            self._tell(
+                "the decode step is being compiled in the background, once for this base and machine: some "
+                "minutes; answers get faster then"
+            )
+        except PackageError as error:
+            self._path = None
+            self._tell(f"the decode step is not compiled ({error}): tokens take longer")
+
+    def look(self) -> None:
+        """Take the package that has been made meanwhile. Cheap, to be called before every token."""
+        if self._step is not None or self._path is None:
+            return
+        if self._countdown > 0:
+            self._countdown -= 1
+            return
+        self._countdown = LOOK_EVERY
+        if self._path.is_file():
+            self._open()
+            return
+        reason = failure(self._path)
+        if reason is not None:
+            self._path = None
+            self._tell(f"the decode step could not be compiled ({reason}): tokens take longer")
+
+    def _open(self) -> None:
+        assert self._path is not None
+        try:
+            program = self._load(self._path)
+            self._step = LoadedStep(program, self._model.base, self._slots)
+        except PackageError as error:
+            self._path.unlink(missing_ok=True)  # damaged: the next start makes it again
+            self._refuse(str(error))
+
+    def _bind(self, step: LoadedStep) -> None:
+        try:
+            step.bind(self._model.base, self._slots)
+        except PackageError as error:
+            self._refuse(str(error))
+
+    def _refuse(self, reason: str) -> None:
+        self._step, self._path = None, None
+        self._tell(f"the compiled decode step is not used ({reason}): tokens take longer")
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            self._notify(message)
+
+    @property
+    def _slots(self) -> int:
+        return int(self._model.engine.context.n_adapters) + 1
+
+    def new_cache(self) -> RoomCache | None:
+        """An empty cache that both ways can use; None where this base has none."""
+        return new_cache(self._model.config) if self._path is not None else None
+
+    def token(
+        self, token: int, cache: Any, given: Route | None, eager: Callable[[], Tensor]
+    ) -> Stepped | None:
+        """One more token of the text in `cache`; None, and nothing has happened, where it takes a forward.
+
+        given: its route, (1, 1, [G,] k), where no router decides. eager: that forward, which gives the logits
+        (V,): the first token is computed both ways, and a step that says something else is used no more.
+        """
+        self.look()
+        if self._step is None or not isinstance(cache, RoomCache):
+            return None
+        decided = self._model.engine.next_token(token, cache, given)
+        if decided is None:
+            return None
+        logits = self._step.run(token, decided.route, decided.layers, cache)
+        if logits is None:
+            return None
+        if not self._checked:
+            self._checked = True
+            cache.take_back()
+            wanted = eager()
+            far = float((logits - wanted).abs().max() / wanted.std().clamp_min(1e-9))
+            if not far <= TOLERANCE:  # so that NaN is refused too
+                self._refuse(f"its first logits were off by {far:.2g} of their spread")
+            return Stepped(wanted, decided.routed.trace())
+        decided.remember()
+        return Stepped(logits, decided.routed.trace())
+
+
+def shape_of(model: Any) -> Shape:
+    """The shape of a routed model's decode step."""
+    config = json.loads(model.base.config.to_json_string(use_diff=False))
+    for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"):
+        config.pop(name, None)
+    routed = {path: m for path, m in model.base.named_modules() if isinstance(m, RoutedLinear)}
+    return Shape(
+        kind=type(model.base).__name__,
+        config=config,
+        dtype=str(model.base.dtype).removeprefix("torch."),
+        adapters=bool(routed),
+        extra=tuple(sorted(p for p in routed if layer_number(p) is None)),
+        scaled=tuple(sorted(p for p, m in routed.items() if m.out_scale is not None)),
+        biased=tuple(sorted(p for p, m in routed.items() if m.out_bias is not None)),
+    )
+
+
+def unsupported(model: Any) -> str | None:
+    """Why this model has no compiled step, None where it may have one."""
+    base = model.base
+    if model.backend != "cpu":
+        return f"the backend is {model.backend}"
+    if not type(base).__module__.startswith("transformers."):
+        return "the base's code is not transformers' own"
+    if not getattr(base, "_supports_attention_backend", False):
+        return "the base's attention is its own"
+    if base.dtype not in DTYPES or getattr(base, "is_quantized", False):
+        return "the base's weights are not plain"
+    if new_cache(base.config) is None:
+        return "the base does not keep all keys and values"
+    router = model.router
+    if router is not None and router.live:
+        return "the router reads hidden states"
+    for module in base.modules():
+        if isinstance(module, RoutedModule) and not isinstance(module, RoutedLinear):
+            return "an adapter touches the embedding"
+        if isinstance(module, Replacement) and not is_plain(module.base):
+            return "an adapter touches a module that is no plain linear"
+    return None
