@@ -62,6 +62,7 @@ class AttachRouterSection(RecipeSection):
     temperature: float | None = None
     margin: float | None = None
     taps: list[int] | None = None
+    xlora: RecipePath | None = None
     before: bool = False
     seed: int | None = None
 

@@ -41,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "taps": None,
     "before": False,
     "seed": 0,
+    "xlora": None,
 }
 
 
@@ -55,7 +56,7 @@ def command(
         Word,
         typer.Option(
             help="vocab: rules on token ids; centroid, taps: a few examples; arrow: the adapters alone; "
-            "fixed; uniform."
+            "xlora: the classifier of an X-LoRA; fixed; uniform."
         ),
     ] = None,
     expert: Annotated[
@@ -81,6 +82,7 @@ def command(
         Number,
         typer.Option(help="centroid: keep the token before's adapter where another is less ahead (0)."),
     ] = None,
+    xlora: Annotated[File, typer.Option(help="xlora: folder of the X-LoRA model, saved by PEFT.")] = None,
     before: Annotated[
         Optional[bool],  # noqa: UP045
         typer.Option("--before", help="vocab: put the rules before the present router."),
@@ -108,6 +110,7 @@ def command(
         "taps": options.parse_layers(taps),
     }
     flags |= {"temperature": temperature, "margin": margin, "before": before, "seed": seed}
+    flags["xlora"] = None if xlora is None else str(xlora)
     for name in ("expert", "data"):
         if isinstance(written.get(name), dict):
             written[name] = [f"{key}={value}" for key, value in written[name].items()]

@@ -34,13 +34,24 @@ def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+def _decoder(base: PreTrainedModel) -> nn.Module:
+    """Raises InputError where the base has no decoder of its own, whose output could be read."""
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
+    if not isinstance(decoder, nn.Module) or decoder is base:
+        raise InputError(
+            f"the decoder of this {type(base).__name__} cannot be found",
+            "use a router on token ids (context, centroid, vocab) with this base",
+        )
+    return decoder
+
+
 class Enough(Exception):
     """Raised in a layer hook by who wants no more of a forward, and caught by the same: no error."""
 
 
 class LayerHooks:
     """Calls tap(layer, hidden (B, T, d)) with the input of each layer in `taps` before it runs; the number of
-    layers stands for what the last layer gives."""
+    layers stands for what the last layer gives, one more for what the decoder gives after its last norm."""
 
     def __init__(self, base: PreTrainedModel, taps: Iterable[int], tap: Tap) -> None:
         layers = decoder_layers(base)
@@ -50,7 +61,8 @@ class LayerHooks:
                 hook = _before(number, tap)
                 self._handles.append(layers[number].register_forward_pre_hook(hook, with_kwargs=True))
             else:
-                self._handles.append(layers[-1].register_forward_hook(_behind(number, tap)))
+                last = layers[-1] if number == len(layers) else _decoder(base)
+                self._handles.append(last.register_forward_hook(_behind(number, tap)))
 
     def remove(self) -> None:
         for handle in self._handles:

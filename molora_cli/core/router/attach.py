@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from molora_cli.core.bundle.store import Bundle
     from molora_cli.core.training.router_rows import RouterRows, TokenRow
 
-KINDS = ("vocab", "centroid", "taps", "arrow", "fixed", "uniform")
+KINDS = ("vocab", "centroid", "taps", "arrow", "xlora", "fixed", "uniform")
 _EXAMPLES = 400  # rows of a domain that a centroid router reads at most
 _TAP_EXAMPLES = 80  # of a taps router, which runs the base over each
 # which options mean something for which kind
@@ -37,6 +37,7 @@ _OPTIONS = {
     "top-k": ("centroid", "taps", "arrow"),
     "temperature": ("centroid", "taps", "arrow"),
     "margin": ("centroid",),
+    "xlora": ("xlora",),
 }
 
 
@@ -55,6 +56,7 @@ class Request:
     before: bool = False
     seed: int = 0
     taps: Sequence[int] | None = None
+    xlora: str | None = None
 
 
 @dataclass
@@ -82,6 +84,10 @@ def attach(bundle: Bundle, request: Request, *, force: bool = False, ticker: Tic
         stage, tensors, summary = _vocab(bundle, request)
     elif request.kind == "arrow":
         stage, tensors, summary = _arrow(bundle, request)
+    elif request.kind == "xlora":
+        from molora_cli.core.router.xlora_folder import attach_xlora
+
+        stage, tensors, summary = attach_xlora(bundle, request.xlora, notes)
     else:
         fit = _taps if request.kind == "taps" else _centroid
         stage, tensors, summary, training = fit(bundle, request, notes, ticker)
@@ -116,6 +122,7 @@ def _check_request(bundle: Bundle, request: Request, force: bool) -> None:
         "top-k": request.top_k is not None,
         "temperature": request.temperature is not None,
         "margin": request.margin is not None,
+        "xlora": request.xlora is not None,
     }
     for option, kinds in _OPTIONS.items():
         if given[option] and request.kind not in kinds:

@@ -63,6 +63,7 @@ class Deciding:
                     new_state = {**new_state, HELD: held}
             self._said[number] = said
             self.after.append(new_state)
+        self._prepared: dict[int, Tensor] = {}  # of stages that go by modules and read a first pass
         self._found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         # per layer group of a per-module stage: sums over its modules of gates (B, T, 1 + adapters) and of
         # probabilities (B, T, E), and how many they are
@@ -83,7 +84,11 @@ class Deciding:
         same groups again.
         """
         for number, stage in enumerate(self.stack.stages):
-            if isinstance(stage, LiveStage) and not stage.per_module and layer in stage.taps:
+            if not isinstance(stage, LiveStage) or layer not in stage.taps:
+                continue
+            if stage.per_module and stage.first_pass:
+                self._prepared[number] = stage.prepare(hidden.to(self.stack.device))
+            elif not stage.per_module:
                 said = stage.score(layer, hidden.to(self.stack.device), self.real, self._prior(number))
                 own = 0 if stage.first_pass else [first for first, _ in stage.layers].index(layer)
                 self._said[number] = self._placed(self._checked(said, stage, 1), number, own)
@@ -102,7 +107,9 @@ class Deciding:
         for number, _ in stack.covering[group]:
             stage = stack.stages[number]
             if isinstance(stage, LiveStage) and stage.per_module:
-                hidden = x.to(stack.device).reshape(*self.real.shape, x.shape[-1])
+                hidden = self._prepared.get(number)
+                if hidden is None:
+                    hidden = x.to(stack.device).reshape(*self.real.shape, x.shape[-1])
                 said = self._checked(stage.score_module(path, hidden), stage, 1)
                 self._said[number] = Scores(said.logp.expand(-1, -1, stage.groups, -1), said.decided)
         self._resolve(group)

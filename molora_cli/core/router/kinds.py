@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from molora_cli.core.router.spec import BASE_EXPERT
@@ -56,12 +57,14 @@ class Surroundings:
     """What a stage may read of the model around it when it is built: never a file of its own choosing.
 
     embedding: (V, d) input embedding of the base, or None where no base is at hand. n_layers: of the base.
-    device: where its tensors are to live.
+    device: where its tensors are to live. dtype: of the arithmetic of a trained `context` stage; with
+    float32 its scores are near those that count, see `quick`.
     """
 
     n_layers: int
     embedding: Tensor | None = None
     device: Any = "cpu"
+    dtype: torch.dtype = torch.float64
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -122,8 +125,8 @@ class LiveStage(Stage):
     A group is decided from the input of its first layer, before that layer runs. `first_pass`: it reads a
     forward of the base alone that goes before the routed one, and all its groups are decided from the one
     layer in `taps`. `per_module`: it is asked in front of every routed module instead, with that module's
-    input; its groups are what a trace shows. It keeps no state: what it reads at a token depends on the past
-    through the base's keys and values alone.
+    input, or with `first_pass` with what `prepare` gave; its groups are what a trace shows. It keeps no
+    state: what it reads at a token depends on the past through the base's keys and values alone.
 
     The same token has hidden states that differ in the last bits between a full and a cached run, so two
     experts whose scores differ by no more than that can change places between the two. Heads compute in
@@ -135,13 +138,19 @@ class LiveStage(Stage):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers whose input it reads, ascending; the number of layers = what the last layer gives."""
+        """Layers whose input it reads, ascending; the number of layers = what the last layer gives, one more
+        = what the decoder gives after its last norm (in a first pass)."""
         return tuple(first for first, _ in self.layers)
 
     @property
     def prior(self) -> str | None:
         """Kind of the stage on token ids whose scores it reads beside the hidden state, None = of none."""
         return None
+
+    def prepare(self, hidden: Tensor) -> Tensor:
+        """For `first_pass` and `per_module` stages: what `score_module` is to be given, once for all modules.
+        hidden (B, T, d): of the layer in `taps`."""
+        raise NotImplementedError
 
     def score_module(self, path: str, x: Tensor) -> Scores:
         """For `per_module` stages: scores (B, T, 1, E) for the routed module at `path` from its input x
@@ -171,6 +180,8 @@ _HOMES = {
     "layer": "molora_cli.core.router.taps",
     "hidden": "molora_cli.core.router.taps",
     "arrow": "molora_cli.core.router.arrow",
+    "xlora": "molora_cli.core.router.xlora",
+    "xlora-modules": "molora_cli.core.router.xlora",
 }
 T = TypeVar("T", bound=type[Stage])
 
