@@ -20,11 +20,13 @@ from molora_cli.core.evaluation.derived import derive
 from molora_cli.core.evaluation.document import set_document
 from molora_cli.core.evaluation.lines import Line, Measured
 from molora_cli.core.evaluation.observed import Observed
-from molora_cli.core.evaluation.rows import EvalRow, first_turns
+from molora_cli.core.evaluation.rows import EvalRow, evaluation_rows, first_turns
+from molora_cli.core.evaluation.score import score
 from molora_cli.core.evaluation.sets import EvalSet
 from molora_cli.core.evaluation.store import NllStore
 from molora_cli.core.evaluation.tally import Tally, best_choice
 from molora_cli.core.training.data import Example, Message, Segment
+from molora_cli.core.training.mixing import labelled
 from molora_cli.views.evaluation import EvaluationView
 from molora_cli.views.evaluation_figure import write_figure
 
@@ -182,6 +184,31 @@ def test_the_lead_of_the_first_router_is_paired_and_by_domain(tmp_path: Path) ->
 def _measured(rows: list[EvalRow]) -> Measured:
     example = Example((Message("user", "ab"),), None, None, 1, (Segment(0, 0, 2, "num"),))
     return Measured(EvalSet("s", (example,), NAMES, 2), rows)
+
+
+def test_nll_counts_completion_tokens_of_segments_only(tiny_llama: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    long = Example(
+        (Message("user", "12"), Message("assistant", "345 then abcdef")),
+        None,
+        None,
+        1,
+        (Segment(0, 0, 2, "num"), Segment(1, 0, 3, "num"), Segment(1, 9, 15, "low")),
+    )
+    short = labelled(Example((Message("user", "1"), Message("assistant", "2")), None, None, 2), "num")
+    rows, _ = evaluation_rows(AutoTokenizer.from_pretrained(tiny_llama), [long, short], NAMES, 640)
+    tally = Tally.zeros(2, 2)
+    score(base, rows, [0, 1], tally, None)
+    # 3 digits; 6 letters and the end of the turn; a digit and its end of turn
+    assert tally.counts.tolist() == [[3, 7], [2, 0]]
+    ids = rows[0].ids
+    logp = base(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    nll = -logp.gather(1, ids[1:, None])[:, 0].detach()
+    for label in (0, 1):
+        wanted = nll[(rows[0].counted & (rows[0].labels == label))[1:]].sum()
+        assert tally.sums[0, label] == pytest.approx(float(wanted), abs=1e-3)
 
 
 def _row(labels: list[int], turn: list[int], counted: list[int]) -> EvalRow:

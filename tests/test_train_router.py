@@ -10,17 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from molora_cli.core import evaluate as ev
 from molora_cli.core.router.context import ContextStage
 from molora_cli.core.router.files import stage_tensors
 from molora_cli.core.router.kinds import Surroundings
 from molora_cli.core.training import mixing
-from molora_cli.core.training.data import Example, Message, Segment
+from molora_cli.core.training.data import Example, Message
+from molora_cli.core.training.leakage import leaks
 from molora_cli.core.training.metrics import Measured, data_warnings, measure, result_warnings
 from molora_cli.core.training.router_loop import CHECKPOINT, Interrupted, train_context
 from molora_cli.core.training.router_rows import MIXED, RouterSettings, prepare, split_documents
@@ -172,46 +171,33 @@ def test_bad_data_and_bad_routers_are_said() -> None:
     assert "dead adapter: b" in " | ".join(result_warnings(made([[1000, 0], [999, 1]], 0.1)))
 
 
-# -- evaluation -------------------------------------------------------------
-def test_nll_counts_completion_tokens_of_segments_only(tiny_llama: Path, tokenizer: Any) -> None:
-    from transformers import AutoModelForCausalLM
+def test_a_wrapper_that_one_domain_alone_has_is_said() -> None:
+    def rows(system: str | None = None, before: str = "", after: str = "", count: int = 12) -> list[Example]:
+        made = []
+        for n in range(count):
+            messages = [Message("user", f"{before}{n} {n * n} what{n}{after}"), Message("assistant", "x")]
+            if system is not None:
+                messages.insert(0, Message("system", system))
+            made.append(Example(tuple(messages), None, None, n))
+        return made
 
-    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
-
-    def model(route: Any, **kwargs: Any) -> Any:
-        return base(**kwargs)
-
-    long = Example(
-        (Message("user", "12"), Message("assistant", "345 then abcdef")),
-        None,
-        None,
-        1,
-        (Segment(0, 0, 2, "num"), Segment(1, 0, 3, "num"), Segment(1, 9, 15, "low")),
-    )
-    short = mixing.labelled(_chat("1", "2"), "num")
-    rows = ev.evaluation_rows(tokenizer, [long, short], ("num", "low"))
-    tally = ev.evaluate(model, rows, ev.base_only(), 2, tokens=10_000)
-    # 3 digits; 6 letters and the end of the turn; a digit and its end of turn
-    assert tally.counts.tolist() == [[3, 7], [2, 0]]
-    ids = rows[0].ids
-    logp = base(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-    nll = -logp.gather(1, ids[1:, None])[:, 0]
-    for label in (0, 1):
-        wanted = nll.detach()[(rows[0].counted & (rows[0].labels == label))[1:]].sum()
-        assert tally.sums[0, label] == pytest.approx(float(wanted), abs=1e-3)
-
-
-def test_recovered_is_the_share_of_the_gain() -> None:
-    counts = np.full((6, 2), 10.0)
-
-    def tally(a: float, b: float) -> ev.Tally:
-        return ev.Tally(counts * np.array([a, b]), counts)
-
-    mean, domains = ev.recovered(tally(2, 4), tally(1.5, 2), tally(1, 2), draws=50)
-    assert domains == pytest.approx([0.5, 1.0]) and mean.value == pytest.approx(0.75)
-    assert mean.low == pytest.approx(0.75) and mean.high == pytest.approx(0.75)
-    own = ev.own_tally([tally(1, 9), tally(9, 2)])
-    assert own.means().tolist() == [1, 2]
+    plain = rows()
+    (said,) = leaks({"a": rows(system="You write SQL queries."), "b": plain})
+    assert said.startswith("a: a system prompt says 'You write SQL queries.'")
+    (said,) = leaks({"a": rows(before="### Input:\n"), "b": plain, "c": plain})
+    assert "a: prompts begin with '### Input:'" in said
+    (said,) = leaks({"a": plain, "b": rows(after="\nAnswer with code only.")})
+    assert "b: prompts end with 'Answer with code only.'" in said
+    # shared by all, too few rows, or too short a beginning: nothing to say
+    assert leaks({n: rows(system="Be brief, please.", before="Question one: ") for n in "ab"}) == []
+    assert leaks({"a": rows(system="You write SQL queries.", count=9), "b": plain}) == []
+    assert leaks({"a": rows(before="Is "), "b": plain}) == []
+    # a few rows without it change nothing, many do
+    most = rows(before="### Input:\n", count=30)
+    assert len(leaks({"a": [*most, *plain[:3]], "b": plain})) == 1
+    assert leaks({"a": [*most, *plain], "b": plain}) == []
+    text = [Example((), f"### Code: {n} {n * n}", None, n) for n in range(12)]
+    assert len(leaks({"a": text, "b": plain})) == 1
 
 
 # -- the command ------------------------------------------------------------

@@ -18,6 +18,7 @@ from molora_cli.core.router.kinds import BASE_EXPERT, Surroundings
 from molora_cli.core.router.sequence import SequenceStage, answer_marker, fit_sequence
 from molora_cli.core.router.spec import RouterSpec
 from molora_cli.core.training.data import Example, conflicts, read_domains
+from molora_cli.core.training.leakage import leaks
 from molora_cli.core.training.live_job import (
     CONTEXT_TAPS,
     LIVE_KINDS,
@@ -321,7 +322,7 @@ def _data_warnings(bundle: Bundle, domains: Mapping[str, Sequence[Example]]) -> 
         more = f" (and {len(twice) - _SHOWN_CONFLICTS} more)" if len(twice) > _SHOWN_CONFLICTS else ""
         shown = "; ".join(twice[:_SHOWN_CONFLICTS])
         warnings.append(f"the same row stands under two names: {shown}{more}")
-    return warnings
+    return warnings + leaks(domains)
 
 
 def recorder(job: Job, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
