@@ -22,6 +22,8 @@ from molora_cli.core.router.spec import read_spec
 from molora_cli.core.router.stack import RouterStack
 from molora_cli.errors import InputError
 
+_MULTIPLY = ("weight", "scale")  # settings of a merge that multiply it
+
 
 class Lab:
     """Models of one bundle. dtype, device, backend: as `molora_cli.load` takes them.
@@ -57,6 +59,8 @@ class Lab:
         self._second: Any = None
         self._routed: RoutedModel | None = None
         self._what: str | None = None
+        # the last merge at 1/n each: dense ones take minutes, and weights only multiply what they give
+        self._merge: tuple[str, dict[str, Factors]] | None = None
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -111,8 +115,14 @@ class Lab:
 
     def merged(self, method: str, settings: Mapping[str, float]) -> RoutedModel:
         """One adapter, the merge of all that `molora convert --to merged-peft` writes."""
-        what = f"{method} {dict(settings)}"
-        return self._attached(what, lambda: {"merged": merged_factors(self.factors, method, settings)})
+        kept = {name: value for name, value in settings.items() if name not in _MULTIPLY}
+        key = f"{method} {kept}"
+        if self._merge is None or self._merge[0] != key:
+            self._merge = None
+            self._merge = key, merged_factors(self.factors, method, kept)
+        made, share = self._merge[1], _multiple(settings, len(self.factors))
+        factors = {path: replace(one, scale=one.scale * share) for path, one in made.items()}
+        return self._attached(f"{method} {dict(settings)}", lambda: {"merged": factors})
 
     def _attached(self, what: str, factors: Callable[[], Mapping[str, Mapping[str, Factors]]]) -> RoutedModel:
         if self._routed is None or self._what != what:
@@ -153,18 +163,22 @@ def merged_factors(
         raise InputError(f"{dora[0]} is a DoRA adapter, which no sum of low-rank factors can say", "")
     if biased and method in ("ties", "dare"):
         raise InputError(f"{method} is defined on weights, and {biased[0]} has a bias", "")
-    weight = settings.get("weight") or 1.0 / len(adapters)
     rank = int(settings.get("rank", 0)) or None
     made = merge(
         adapters,
-        dict.fromkeys(adapters, weight),
+        dict.fromkeys(adapters, 1.0 / len(adapters)),
         method,
         rank=None if method == "cat" else rank,
         density=settings.get("density"),
         seed=int(settings.get("seed", 0)),
     )
-    scale = settings.get("scale", 1.0)
-    return {path: replace(one.factors, scale=one.factors.scale * scale) for path, one in made.items()}
+    share = _multiple(settings, len(adapters))
+    return {path: replace(one.factors, scale=one.factors.scale * share) for path, one in made.items()}
+
+
+def _multiple(settings: Mapping[str, float], adapters: int) -> float:
+    """What weights and scale make of a merge at 1/n each: all weights being one, they multiply it."""
+    return (settings.get("weight") or 1.0 / adapters) * adapters * settings.get("scale", 1.0)
 
 
 def usable_k(stack: RouterStack, modes: Sequence[str]) -> list[tuple[str, int | None]]:

@@ -27,7 +27,7 @@ _TRIED: dict[str, dict[str, tuple[float, ...]]] = {
     bl.PEFT + "linear": {"weight": (0, 0.5, 1)},
     bl.PEFT + "ties": {"density": (0.2, 0.5), "weight": (0.5, 1)},
     bl.PEFT + "dare_linear": {"density": (0.5, 0.8), "weight": (0, 0.5)},
-    bl.PEFT + "dare_ties": {"density": (0.5, 0.8), "weight": (0.5, 1)},
+    bl.PEFT + "dare_ties": {"density": (0.5, 0.8), "weight": (1,)},
     bl.ARROW: {"temperature": (0.3, 1, 3)},
 }
 
