@@ -8,12 +8,14 @@ routed in batches of similar length; a long one goes through in blocks, the rout
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from molora_cli.core.texts import Content, Document, Texts
 from molora_cli.core.trace import Trace, join
@@ -24,11 +26,10 @@ from molora_cli.text import shorten
 if TYPE_CHECKING:
     from molora_cli.core.bundle.store import Bundle
     from molora_cli.core.routed.engine import Engine
-    from molora_cli.core.router.stack import RouterStack
 
 WINDOW = 512  # documents that are sorted by length together
 WINDOW_CHARACTERS = 1 << 22  # fewer where they are long
-BATCH_TOKENS = 1024  # of one call of the router, padding included: larger ones leave the processor's cache
+BATCH_TOKENS = 2048  # of one call of the router, padding included: larger ones leave the processor's cache
 BLOCK = 1024  # tokens of one document per call
 
 
@@ -54,6 +55,9 @@ class Tracer:
     """A bundle's router with what it reads of the base. Raises InputError where there is no usable router."""
 
     def __init__(self, bundle: Bundle) -> None:
+        import torch
+
+        from molora_cli.core.router.quick import Quick, is_quick
         from molora_cli.core.router.stack import load_router
 
         spec = bundle.router_spec
@@ -64,10 +68,16 @@ class Tracer:
             )
         self._texts = Texts(bundle.base_path)
         self._engine = _engine(bundle)
-        router = self._engine.router if self._engine else load_router(bundle, _surroundings(bundle))
+        around = _surroundings(bundle)
+        router = self._engine.router if self._engine else load_router(bundle, around)
         if router is None:  # the spec is there, so this cannot be: said for the type checker
             raise InputError("the bundle lost its router while it was read", "run it again")
         self._router = router
+        self._quick: Quick | None = None
+        if is_quick(spec):
+            single = load_router(bundle, replace(around, dtype=torch.float32))
+            assert single is not None  # as above
+            self._quick = Quick(router, single)
         self._meta: dict[str, Any] = {
             "bundle": str(bundle.path),
             "digest": bundle.digest,
@@ -79,11 +89,90 @@ class Tracer:
     def windows(self, documents: Iterable[Document]) -> Iterator[Trace]:
         """Routes of some documents after the others, whole documents each, without the tokens' text."""
         size = WINDOW if self._engine is None else WINDOW // 32
-        with _workers(self._engine) as run:
-            for window in _windows(documents, size):
-                trace = _trace_window(self._router, self._texts, window, self._engine, run)
+        windows = _windows(documents, size)
+        # the next documents are read and tokenised while the last ones are routed
+        with _workers(self._engine) as run, ThreadPoolExecutor(1) as reader:
+            coming = reader.submit(_read_window, windows, self._texts)
+            while (read := coming.result()) is not None:
+                coming = reader.submit(_read_window, windows, self._texts)
+                trace = self._trace(read, run)
                 trace.meta = dict(self._meta)
                 yield trace
+
+    def _trace(self, window: _Window, run: Run) -> Trace:
+        ids, of_message, router = window.ids, window.of_message, self._router
+        lengths = np.array([len(row) for row in ids], dtype=np.int64)
+        starts = np.cumsum(lengths) - lengths
+        total = int(lengths.sum())
+        shape = (total, router.groups)
+        trace = Trace(
+            token_ids=np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64, count=total),
+            starts=starts,
+            indices=np.full((*shape, router.k), -1, dtype=np.int16),
+            gates=np.zeros((*shape, router.k), dtype=np.float32),
+            adapters=router.adapters,
+            scores=np.zeros((*shape, len(router.experts)), dtype=np.float32),
+            experts=router.experts,
+            domains=window.domains,
+            content=np.ones(total, dtype=bool) if of_message else None,
+        )
+        if trace.content is not None:
+            for row, found in of_message.items():
+                trace.content[starts[row] : starts[row] + lengths[row]] = found
+        order = np.argsort(lengths, kind="stable")
+        batches: list[list[int]] = []
+        for row in [r for r in order.tolist() if lengths[r]]:
+            if not batches or (len(batches[-1]) + 1) * min(BLOCK, int(lengths[row])) > BATCH_TOKENS:
+                batches.append([])
+            batches[-1].append(row)
+        # the batches write different rows of the trace
+        run(lambda batch: self._route(trace, ids, batch), batches)
+        return trace
+
+    def _route(self, trace: Trace, ids: list[list[int]], rows: list[int]) -> None:
+        """Decide the documents `rows` (shortest first) and write their routes into `trace`.
+
+        Raises InputError for a document that the base cannot hold where it has to run.
+        """
+        import torch
+
+        engine, longest = self._engine, len(ids[rows[-1]])
+        limit = None if engine is None else _context_length(engine)
+        if limit is not None and longest > limit:
+            raise InputError(
+                f"a document has {longest} tokens and this base holds {limit}: its router reads hidden "
+                "states",
+                "split the document, or use a router on token ids",
+            )
+        state = self._router.start(len(rows))
+        step = BLOCK if engine is None else max(1, longest)
+        for begin in range(0, longest, step):
+            width = min(step, longest - begin)
+            block = torch.zeros(len(rows), width, dtype=torch.int64)
+            real = np.zeros((len(rows), width), dtype=bool)
+            for i, row in enumerate(rows):
+                part = ids[row][begin : begin + width]
+                block[i, : len(part)] = torch.tensor(part, dtype=torch.int64)
+                real[i, : len(part)] = True
+            with torch.no_grad():
+                # no mask: routers on ids are causal and padding stands on the right, so it changes no route
+                # that is kept and no state that is read again; with a mask they would first pack every row
+                if engine is not None:
+                    decision = engine.decide(block.to(engine.device))
+                elif self._quick is not None and longest <= step:
+                    decision = self._quick.decide(block, torch.from_numpy(real))
+                else:
+                    decision, state = self._router.decide(block, None, state)
+            target = np.concatenate(
+                [
+                    np.arange(n) + trace.starts[row] + begin
+                    for row, n in zip(rows, real.sum(1).tolist(), strict=True)
+                ]
+            )
+            trace.indices[target] = decision.route.indices.cpu().numpy()[real]
+            trace.gates[target] = decision.route.gates.cpu().numpy()[real]
+            if trace.scores is not None:
+                trace.scores[target] = decision.scores.cpu().numpy()[real]
 
     def pieces(self, ids: Iterable[int]) -> dict[int, str]:
         """Token id -> text for display."""
@@ -165,82 +254,22 @@ def _characters(content: Content) -> int:
     return sum(len(m["content"]) if isinstance(m, dict) else 1 for m in content)
 
 
-def _trace_window(
-    router: RouterStack, texts: Texts, window: Sequence[Document], engine: Engine | None, run: Run
-) -> Trace:
+@dataclass(frozen=True)
+class _Window:
+    """Some documents' domains and token ids; of_message: see `Texts.encode`."""
+
+    domains: tuple[str | None, ...]
+    ids: list[list[int]]
+    of_message: dict[int, NDArray[np.bool_]]
+
+
+def _read_window(windows: Iterator[list[Document]], texts: Texts) -> _Window | None:
+    """The next documents; None where there are no more."""
+    window = next(windows, None)
+    if window is None:
+        return None
     ids, of_message = texts.encode([content for _, content in window])
-    lengths = np.array([len(row) for row in ids], dtype=np.int64)
-    starts = np.cumsum(lengths) - lengths
-    total = int(lengths.sum())
-    shape = (total, router.groups)
-    trace = Trace(
-        token_ids=np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64, count=total),
-        starts=starts,
-        indices=np.full((*shape, router.k), -1, dtype=np.int16),
-        gates=np.zeros((*shape, router.k), dtype=np.float32),
-        adapters=router.adapters,
-        scores=np.zeros((*shape, len(router.experts)), dtype=np.float32),
-        experts=router.experts,
-        domains=tuple(domain for domain, _ in window),
-        content=np.ones(total, dtype=bool) if of_message else None,
-    )
-    if trace.content is not None:
-        for row, found in of_message.items():
-            trace.content[starts[row] : starts[row] + lengths[row]] = found
-    order = np.argsort(lengths, kind="stable")
-    batches: list[list[int]] = []
-    for row in [r for r in order.tolist() if lengths[r]]:
-        if not batches or (len(batches[-1]) + 1) * min(BLOCK, int(lengths[row])) > BATCH_TOKENS:
-            batches.append([])
-        batches[-1].append(row)
-    # the batches write different rows of the trace
-    run(lambda batch: _route(router, trace, ids, batch, engine), batches)
-    return trace
-
-
-def _route(
-    router: RouterStack, trace: Trace, ids: list[list[int]], rows: list[int], engine: Engine | None
-) -> None:
-    """Decide the documents `rows` (shortest first) and write their routes into `trace`.
-
-    Raises InputError for a document that the base cannot hold where it has to run.
-    """
-    import torch
-
-    longest = len(ids[rows[-1]])
-    limit = None if engine is None else _context_length(engine)
-    if limit is not None and longest > limit:
-        raise InputError(
-            f"a document has {longest} tokens and this base holds {limit}: its router reads hidden states",
-            "split the document, or use a router on token ids",
-        )
-    state = router.start(len(rows))
-    step = BLOCK if engine is None else max(1, longest)
-    for begin in range(0, longest, step):
-        width = min(step, longest - begin)
-        block = torch.zeros(len(rows), width, dtype=torch.int64)
-        real = np.zeros((len(rows), width), dtype=bool)
-        for i, row in enumerate(rows):
-            part = ids[row][begin : begin + width]
-            block[i, : len(part)] = torch.tensor(part, dtype=torch.int64)
-            real[i, : len(part)] = True
-        with torch.no_grad():
-            # no mask: routers on ids are causal and padding stands on the right, so it changes no route that
-            # is kept and no state that is read again; with a mask they would first pack every row
-            if engine is None:
-                decision, state = router.decide(block, None, state)
-            else:
-                decision = engine.decide(block.to(engine.device))
-        target = np.concatenate(
-            [
-                np.arange(n) + trace.starts[row] + begin
-                for row, n in zip(rows, real.sum(1).tolist(), strict=True)
-            ]
-        )
-        trace.indices[target] = decision.route.indices.cpu().numpy()[real]
-        trace.gates[target] = decision.route.gates.cpu().numpy()[real]
-        if trace.scores is not None:
-            trace.scores[target] = decision.scores.cpu().numpy()[real]
+    return _Window(tuple(domain for domain, _ in window), ids, of_message)
 
 
 def _context_length(engine: Engine) -> int | None:

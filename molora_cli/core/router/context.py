@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from molora_cli.core.router.added import read_gates, share_out, split_experts
 from molora_cli.core.router.features import DECAYS, causal_averages, context_features, start_averages
 from molora_cli.core.router.kinds import IdStage, Scores, State, Surroundings, register_kind, stage_tensor
+from molora_cli.core.router.products import affine
 from molora_cli.core.router.spans import AheadNet, remember, start_spans
 from molora_cli.errors import InputError
 
@@ -69,7 +70,7 @@ class ContextNet(nn.Module):
 
     def hidden(self, features: Tensor) -> Tensor:
         """Hidden units (..., h) of features (..., (1 + D) p)."""
-        return nn.functional.gelu(self.inner(features))
+        return nn.functional.gelu(affine(self.inner, features))
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits (..., E) of features (..., (1 + D) p), without a look ahead."""
@@ -95,7 +96,8 @@ class ContextNet(nn.Module):
         if self.ahead is None:
             return state
         experts = self.outer.out_features
-        return state | start_spans(batch, experts, self.projection, dtype=dtype, device=device)
+        spans = start_spans(batch, experts, self.projection, dtype=dtype, device=device, sums=torch.float64)
+        return state | spans
 
 
 def normalised(embedding: Tensor, centre: Tensor, scale: float) -> Tensor:
@@ -151,9 +153,11 @@ class ContextStage(IdStage):
             hidden=params["hidden"],
             decays=params["decays"],
             units=params["units"],
-        ).double()
+        ).to(around.dtype)
         shapes = {name: tuple(p.shape) for name, p in self.net.state_dict().items()}
-        weights = {n: stage_tensor(tensors, n, shape, self.kind).double() for n, shape in shapes.items()}
+        weights = {
+            n: stage_tensor(tensors, n, shape, self.kind).to(around.dtype) for n, shape in shapes.items()
+        }
         self.net.load_state_dict(weights)
         self.net.requires_grad_(False).eval().to(around.device)
         self.gates = read_gates(spec, tensors, self.net.inner.in_features)
@@ -163,10 +167,11 @@ class ContextStage(IdStage):
         self.cuts = torch.zeros(len(embedding), dtype=torch.bool)
         self.cuts[[i for i in params["cuts"] if 0 <= i < len(embedding)]] = True
         self.cuts = self.cuts.to(around.device)
-        self.table = project_table(self.net, embedding, centre.to(around.device), params["scale"])  # (V, p)
+        table = project_table(self.net, embedding, centre.to(around.device), params["scale"])  # (V, p)
+        self.table = table.to(around.dtype)
 
     def start(self, batch: int) -> State:
-        return self.net.start(batch, torch.float64, self.table.device)
+        return self.net.start(batch, self.table.dtype, self.table.device)
 
     @torch.no_grad()
     def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
@@ -178,7 +183,7 @@ class ContextStage(IdStage):
 
     @torch.no_grad()
     def features(self, ids: Tensor, mask: Tensor | None, state: State) -> tuple[Tensor, State]:
-        """Context features (B, T, F) float64 of the next tokens, and the state after them."""
+        """Context features (B, T, F) of the next tokens, and the state after them."""
         # ids outside the table (padding of some processors) are masked or refused by the model itself
         e = self.table[ids.clamp(0, self.table.shape[0] - 1)]  # (B, T, p)
         return self.net.features(e, mask, state)

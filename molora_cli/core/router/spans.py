@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from molora_cli.core.router.kinds import State
+from molora_cli.core.router.products import affine
 
 DECAY = 0.97
 LEAST = 6  # tokens of a span that is worth remembering: shorter ones are role names and line ends
@@ -52,17 +53,25 @@ class AheadNet(nn.Module):
 
     def correct(self, read: Tensor, logits: Tensor) -> Tensor:
         """Corrected logits (..., E)."""
-        out: Tensor = logits + self.outer(F.gelu(self.inner(read)))
+        out: Tensor = logits + self.outer(F.gelu(affine(self.inner, read)))
         return out
 
 
 def start_spans(
-    batch: int, experts: int, projection: int, *, dtype: torch.dtype, device: torch.device
+    batch: int,
+    experts: int,
+    projection: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    sums: torch.dtype | None = None,
 ) -> State:
-    """State before the first token."""
+    """State before the first token. dtype: of the tokens' vectors; sums: of the sums of probabilities, which
+    are differences of long sums; None = the same."""
+    exact = dtype if sums is None else sums
 
     def zeros(*shape: int) -> Tensor:
-        return torch.zeros(batch, *shape, dtype=dtype, device=device)
+        return torch.zeros(batch, *shape, dtype=exact, device=device)
 
     return {
         "span.count": zeros(1),
@@ -71,7 +80,7 @@ def start_spans(
         "span.weight": zeros(1),
         "span.p": zeros(experts),
         "span.last": zeros(3 * experts),
-        "span.opening": zeros(projection),
+        "span.opening": torch.zeros(batch, projection, dtype=dtype, device=device),
         "span.fresh": torch.ones(batch, 1, dtype=dtype, device=device),
     }
 
@@ -96,9 +105,10 @@ def _remember(
     p: Tensor, own: Tensor, cuts: Tensor, real: Tensor | None, state: State
 ) -> tuple[Tensor, State]:
     """As `remember`, for rows whose first `real` (B,) tokens are no padding; None = all."""
+    p = p.to(state["span.sum"].dtype)
     batch, length, experts = p.shape
     if length == 0:
-        return p.new_zeros(batch, 0, own.shape[-1] + 5 * experts), state
+        return own.new_zeros(batch, 0, own.shape[-1] + 5 * experts), state
     place = torch.arange(length, device=p.device).expand(batch, length)
     start = (
         torch.where(cuts, place, -1).cummax(1).values
@@ -121,7 +131,7 @@ def _remember(
     mean, first = sums / (count + 1).unsqueeze(-1), early / weights
     last = _last(torch.cat([mean, first, p], -1), cuts, count, state)
     opening, fresh = _opening(own, cuts, state)
-    found = torch.cat([opening, mean, first, last], -1)
+    found = torch.cat([opening, torch.cat([mean, first, last], -1).to(own.dtype)], -1)
     parts = {
         "span.count": (count + 1).unsqueeze(-1),
         "span.sum": sums,
@@ -145,7 +155,7 @@ def _last(ends: Tensor, cuts: Tensor, count: Tensor, state: State) -> Tensor:
     held = torch.cat(
         [
             state["span.sum"] / state["span.count"].clamp(min=1),
-            state["span.early"] / state["span.weight"].clamp(min=1e-300),
+            state["span.early"] / state["span.weight"].clamp(min=torch.finfo(ends.dtype).tiny),
             state["span.p"],
         ],
         -1,
