@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +97,7 @@ def _run(*line: str) -> Any:
 
 
 def test_one_command_chooses_settings_and_prints_everything(
-    bundle: Path, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    bundle: Path, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(tuning._TRIED, "ties", {"density": (0.5,), "scale": (1, 2)})
     monkeypatch.setitem(tuning._TRIED, "peft-ties", {"density": (0.5,), "weight": (0.5, 1)})
@@ -139,6 +140,12 @@ def test_one_command_chooses_settings_and_prints_everything(
     assert {d["baseline"] for d in found["sets"]["turns"]["differences"]} == set(turns) - {
         "base", "own", "router top-1"
     }  # fmt: skip
+    # values kept, one for each row and method: 4 rows of single (those of --tune are the same), 3 of turns,
+    # 3 of other; base and both adapters on all, uniform, label-oracle and svd on single and turns, what was
+    # tried on single and other, what was chosen on turns too
+    with sqlite3.connect(tmp_path / "cache" / "evaluation" / "nll.sqlite") as store:
+        ((kept,),) = store.execute("SELECT count(*) FROM nll")
+    assert kept == 10 + 2 * 10 + 3 * 7 + 3 * (2 * 7 + 3)
     console = Console(width=300, record=True)
     console.print(EvaluationView(found))
     text = console.export_text()
