@@ -16,6 +16,7 @@ from molora_kernels import resolve
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from molora_cli.core.adapter.factors import Factors
+from molora_cli.core.bench.material import load_material
 from molora_cli.core.generate import DecodeCache, Sampler, stream_ids
 from molora_cli.core.routed.model import RoutedModel, load
 from molora_cli.core.runtime import package
@@ -234,16 +235,40 @@ def test_dora_biases_and_the_head(tiny_llama: Path, shop: Workshop) -> None:
         same(*_both(model, PROMPT, route=route))
 
 
-def test_a_step_that_says_something_else_is_refused(chat: RoutedModel, shop: Workshop) -> None:
-    wanted = answer(chat)
-
-    class Wrong(Traced):
-        def run(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-            return super().run(inputs) + torch.arange(320.0)
-
-    runtime = shop.runtime(chat, load=lambda path: Wrong(Shape.read(json.loads(path.read_text()))))
+def test_a_router_that_reads_hidden_states_is_called_by_the_graph(tiny_llama: Path, shop: Workshop) -> None:
+    material = load_material(str(tiny_llama), None, 3, 4, torch.float32)
+    model = material.routed("cpu")
+    router = model.router = material.deep_router(model)
+    shape = shape_of(model)
+    assert len(shape.taps) == router.groups > 1
+    runtime = shop.runtime(model)
     shop.finish()
     runtime.prepare()
+    router.k = 2
+    got, wanted = _both(model, PROMPT)
+    same(got, wanted)
+    assert len({event.route.indices for event in got}) > 3 and len(got[0].route.indices) == router.groups
+    (program,) = shop.ready.values()
+    before = program.runs
+    for route in ("off", "a1"):  # the graph's taps have nothing to say then
+        same(*_both(model, PROMPT, route=route))
+    assert program.runs - before == 2 * 11
+    model.router = material.router(model)  # another router: the same graph serves it
+    same(*_both(model, PROMPT))
+    assert runtime.builds == 1 and runtime.ready
+
+
+def test_a_step_that_says_something_else_is_refused(
+    chat: RoutedModel, shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = answer(chat)
+
+    runtime = shop.runtime(chat)
+    shop.finish()
+    runtime.prepare()
+    (program,) = shop.ready.values()
+    run = program.run
+    monkeypatch.setattr(program, "run", lambda inputs: run(inputs) + torch.arange(320.0))
     same(answer(chat), wanted)
     assert not runtime.ready and "off by" in shop.said[-1]
 

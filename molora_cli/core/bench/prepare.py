@@ -53,8 +53,7 @@ def _models(job: Job, material: Material, backend: str, folder: Path) -> Iterato
     plain = [BASE, ENGINE, *routed, GROUPS]
     there, usual = [*plain, *PEFT], [*plain, *PEFT]
     if job.bench == "decode":
-        # what a router reads of hidden states is not in the compiled step
-        there += [f"{name}{COMPILED}" for name in (BASE, ENGINE, *routed)] + [PLAIN, LORA]
+        there += [f"{name}{COMPILED}" for name in (BASE, ENGINE, *routed, GROUPS)] + [PLAIN, LORA]
         usual += [] if missing(material) else [PLAIN, LORA]
     if job.bench == "end-to-end" and job.bundle is not None:
         there.append(START)
@@ -112,6 +111,9 @@ def _runners(
     if compiled:
         one = Engine(material, backend, compiled=True)
         pairs += [(one, one.routed(k)) for k in compiled]
+    if GROUPS + COMPILED in wanted:
+        deep = Engine(material, backend, compiled=True)
+        pairs.append((deep, deep.groups(min(job.topk))))
     others, notes = peft_runners(material, wanted & set(PEFT), folder, max(job.topk))
     return [*pairs, *((engine, runner) for runner in others)], notes
 

@@ -70,7 +70,8 @@ class Runner:
         assert self.runtime is not None
         stepped = self.runtime.token(token, cache, None, eager)
         if stepped is None:
-            raise MoloraError(f"the side {self.name} fell back to an eager forward", "leave it out")
+            said = ": ".join(["", *self.runtime.said[-1:]])
+            raise MoloraError(f"the side {self.name} fell back to an eager forward{said}", "leave it out")
         return stepped
 
     def facts(self, cache: Any = None, first: int = 0) -> Mapping[str, Any]:
@@ -126,17 +127,11 @@ class Engine:
     """Our engine over one routed model: modes share its weights and adapters."""
 
     def __init__(self, material: Material, backend: str, *, compiled: bool = False) -> None:
-        """compiled: with the compiled decode step of a chat, which is waited for. Raises InputError where
-        there can be none."""
+        """compiled: with the compiled decode step of a chat, made for the first mode that is asked for."""
         self.material = material
         self.model = material.routed(backend)
+        self.compiled = compiled
         self.runtime: Runtime | None = None
-        if compiled:
-            self.runtime = _compiled(self.model)
-
-    @property
-    def compiled(self) -> bool:
-        return self.runtime is not None
 
     def plain(self) -> Runner:
         """The engine with no adapter loaded: its fast linears alone, no router."""
@@ -174,6 +169,9 @@ class Engine:
                 self.model.router = router
             self.model.auto()
 
+        if self.compiled and self.runtime is None:
+            (select or routed)()
+            self.runtime = _compiled(self.model)
         return Runner(
             name + (COMPILED if self.compiled else ""),
             title + (", compiled" if self.compiled else ""),
@@ -196,12 +194,12 @@ class Engine:
 
 
 def _compiled(model: RoutedModel) -> Runtime:
-    """The compiled step of a model, made now where there is none yet."""
-    said: list[str] = []
-    runtime = Runtime(model, said.append, make=make_now)
+    """The compiled step of a model, made now where there is none yet. Raises InputError where there can be
+    none."""
+    runtime = Runtime(model, make=make_now)
     runtime.look()
     if not runtime.ready:
-        reason = unsupported(model) or (said[-1] if said else "it failed before")
+        reason = unsupported(model) or (runtime.said or ["it failed before"])[-1]
         raise InputError(
             f"this engine has no compiled decode step: {reason}", "leave the -compiled sides out"
         )

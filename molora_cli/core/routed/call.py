@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from molora_cli.core.routed.route import BASE, Route
 from molora_cli.core.routed.state import UNKNOWN, cached_length
 from molora_cli.errors import InputError
 
@@ -101,3 +102,21 @@ def checkpoints(base: Any) -> bool:
     """Whether the base runs layers again in the backward pass (renamed during transformers 5)."""
     renamed = getattr(base, "is_activation_checkpointing", None)
     return bool(base.is_gradient_checkpointing if renamed is None else renamed)
+
+
+def check_route(route: Route, call: Call, adapters: tuple[str, ...]) -> None:
+    """Raises InputError where a given route is not one of these tokens to these adapters."""
+    shape = tuple(route.indices.shape[:2])
+    if shape != (call.batch, call.length):
+        raise InputError(
+            f"the route is for {shape} tokens, input_ids are {(call.batch, call.length)}",
+            "give one route per new token, (B, T, k) or (B, T, G, k)",
+        )
+    if route.indices.numel() == 0:
+        return
+    low, high = int(route.indices.min()), int(route.indices.max())
+    if low < BASE or high >= len(adapters):
+        raise InputError(
+            f"the route names adapter {low if low < BASE else high}; there are {len(adapters)}",
+            f"use -1 for the base and 0 to {len(adapters) - 1} for {', '.join(adapters)}",
+        )

@@ -80,9 +80,7 @@ class Context:
         self.head, self.keep = None, keep
         if route is None:
             return
-        route = route.grouped
-        for group, layers in enumerate(ranges):
-            one = Route(route.indices[:, :, group], route.gates[:, :, group])
+        for layers, one in zip(ranges, route.each_group(), strict=False):
             self.set_group(layers, one, device)
 
     def set_group(self, layers: tuple[int, int], route: Route, device: torch.device | None = None) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from molora_cli.core.routed.attach import routed_modules
-from molora_cli.core.routed.call import Call, argument_names, checkpoints, one_token, read_call
+from molora_cli.core.routed.call import Call, argument_names, check_route, checkpoints, one_token, read_call
 from molora_cli.core.routed.context import Context, layer_ranges
 from molora_cli.core.routed.first_pass import FirstPass
 from molora_cli.core.routed.live import Enough, LayerHooks, ModuleHooks
@@ -221,7 +221,7 @@ class Engine:
     def _given(self, call: Call, given: Route | None) -> Route | None:
         """The route that came with the call or that all tokens take; None where the router is to decide."""
         if given is not None:
-            self._check_route(given, call)
+            check_route(given, call, self.adapters)
             return given
         if self.mode == AUTO:
             return None
@@ -279,22 +279,6 @@ class Engine:
             )
         with torch.no_grad():
             return self.router.begin(past.ids, past.mask, self.router.start(past.batch)).after
-
-    def _check_route(self, route: Route, call: Call) -> None:
-        shape = tuple(route.indices.shape[:2])
-        if shape != (call.batch, call.length):
-            raise InputError(
-                f"the route is for {shape} tokens, input_ids are {(call.batch, call.length)}",
-                "give one route per new token, (B, T, k) or (B, T, G, k)",
-            )
-        if route.indices.numel() == 0:
-            return
-        low, high = int(route.indices.min()), int(route.indices.max())
-        if low < BASE or high >= len(self.adapters):
-            raise InputError(
-                f"the route names adapter {low if low < BASE else high}; there are {len(self.adapters)}",
-                f"use -1 for the base and 0 to {len(self.adapters) - 1} for {', '.join(self.adapters)}",
-            )
 
     # -- while it runs -------------------------------------------------------
     def _at_layer(self, layer: int, hidden: Tensor) -> None:
@@ -362,6 +346,16 @@ class Engine:
         return routed, deciding.after
 
     # -- instead of a forward ------------------------------------------------
+    @property
+    def step_taps(self) -> tuple[int, ...] | None:
+        """Layers that the router reads on the way of a token; None where that is not all it reads."""
+        router = self.router
+        if router is None or not router.live:
+            return ()
+        if self._asks_modules or self._first_pass is not None or max(self._taps) >= self.context.n_layers:
+            return None
+        return tuple(sorted(set(self._taps)))
+
     @torch.no_grad()
     def next_token(self, token: int, cache: Cache, given: Route | None = None) -> NextToken | None:
         """What a forward of one more token after `cache` would decide; None where only it can tell.
@@ -369,22 +363,31 @@ class Engine:
         given: (1, 1, [G,] k), as `route` of a call. Raises InputError as the forward would.
         """
         router, routed_by_router = self.router, given is None and self.mode == AUTO
-        if routed_by_router and (router is None or router.live):
+        if routed_by_router and (router is None or self.step_taps is None):
             return None
         call = one_token(token, cache, self.device)
         past = self._history(call, routed=routed_by_router)
         running = _Running(call, past, route=self._given(call, given))
-        if running.route is None:
-            assert router is not None
-            running.deciding = router.begin(call.ids, call.mask, self._stages(call, past))
-            layers, plain = list(router.group_ranges), False
-        else:
+
+        def finish() -> Routed:
+            routed, stages = self._routed(running)
+            self._remember(cache, running, routed, stages)
+            return routed
+
+        if running.route is not None:
             ranges = None if router is None else router.group_ranges
             layers = layer_ranges(running.route.groups, self.context.n_layers, ranges)
-            plain = running.route.all_base
-        routed, stages = self._routed(running)
+            planned = (
+                [] if running.route.all_base else [*zip(layers, running.route.each_group(), strict=True)]
+            )
+            return NextToken(planned, (), lambda layer, hidden: [], finish)
+        assert router is not None
+        deciding = running.deciding = router.begin(call.ids, call.mask, self._stages(call, past))
 
-        def remember() -> None:
-            self._remember(cache, running, routed, stages)
+        def decided(groups: list[int]) -> list[tuple[tuple[int, int], Route]]:
+            return [(deciding.stack.group_ranges[group], deciding.group(group)) for group in groups]
 
-        return NextToken(routed, None if plain else routed.route, layers, remember)
+        def tap(layer: int, hidden: Tensor) -> list[tuple[tuple[int, int], Route]]:
+            return decided(deciding.tap(layer, hidden))
+
+        return NextToken(decided(deciding.ready), self.step_taps or (), tap, finish)

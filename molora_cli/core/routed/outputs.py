@@ -47,18 +47,22 @@ class Routed:
         )
 
 
+Planned = list[tuple[tuple[int, int], Route]]
+
+
 @dataclass(frozen=True)
 class NextToken:
-    """A decision about one token.
+    """A decision about one token, which somebody else runs.
 
-    routed: as the output of a forward has it. route: (1, 1, G, k), None = base only. layers: [first, end) of
-    each group. remember: to be called once the token's keys and values are cached.
+    planned: [first, end) of layers with their route (1, 1, 1, k), as far as it is known before; layers in
+    none take the base. taps: layers whose input tells the rest. tap: gives more of `planned` for the input
+    (1, 1, d) of such a layer. finish: to be called once the token's keys and values are cached.
     """
 
-    routed: Routed
-    route: Route | None
-    layers: list[tuple[int, int]]
-    remember: Callable[[], None]
+    planned: Planned
+    taps: tuple[int, ...]
+    tap: Callable[[int, Tensor], Planned]
+    finish: Callable[[], Routed]
 
 
 class _Traced:

@@ -50,6 +50,12 @@ class Route:
     def groups(self) -> int:
         return self.indices.shape[2] if self.indices.dim() == 4 else 1
 
+    def each_group(self) -> list[Route]:
+        """The routes (B, T, 1, k) of its groups."""
+        own = self.grouped
+        pairs = zip(own.indices.split(1, dim=2), own.gates.split(1, dim=2), strict=True)
+        return [Route(indices, gates) for indices, gates in pairs]
+
     @property
     def all_base(self) -> bool:
         """Whether no token takes an adapter, and no gradient is wanted of the gates."""

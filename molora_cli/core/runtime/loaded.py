@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from molora_cli.core.routed.route import Route
+from molora_cli.core.routed.outputs import NextToken, Planned
 from molora_cli.core.runtime.cache import RoomCache
 from molora_cli.core.runtime.package import PackageError
-from molora_cli.core.runtime.step import TABLES, TOP
+from molora_cli.core.runtime.step import TABLES, TOP, listening
 
 
 class Program(Protocol):
@@ -85,33 +84,34 @@ class LoadedStep:
         self._program.bind(held)
         self._held = held
 
-    def run(
-        self, token: int, route: Route | None, layers: Sequence[tuple[int, int]], cache: RoomCache
-    ) -> Tensor | None:
+    def run(self, token: int, decided: NextToken, cache: RoomCache) -> Tensor | None:
         """Logits (V,) float32 after `token`, whose keys and values join the cache; None, and nothing has
-        happened, where the cache or the route is of another kind.
-
-        route: (1, 1, G, k), None = base only; layers: [first, end) of each group.
-        """
-        if route is not None and route.indices.shape[-1] > TOP:
-            return None
+        happened, where the cache or the route is of another kind."""
         rooms = cache.rooms()
-        if rooms is None:
+        if rooms is None or any(route.indices.shape[-1] > TOP for _, route in decided.planned):
             return None
         self._slots.zero_()
-        if route is not None:
-            k = route.indices.shape[-1]
-            for group, (first, end) in enumerate(layers):
-                self._slots[first:end, 0, :k] = route.indices[0, 0, group] + 1
-                self._gates[first:end, 0, :k] = route.gates[0, 0, group].float()
+        _write(decided.planned, self._slots, self._gates)
+
+        def tapped(layer: int, hidden: Tensor, slots: Tensor, gates: Tensor) -> None:
+            _write(decided.tap(layer, hidden), slots, gates)
+
         self._token.fill_(token)
         self._position.fill_(cache.length)
-        with torch.no_grad():
+        with torch.no_grad(), listening(tapped):
             logits = self._program.run(
                 [self._token, self._position, self._slots, self._gates, *rooms[0], *rooms[1]]
             )
         cache.advance()
         return logits
+
+
+def _write(planned: Planned, slots: Tensor, gates: Tensor) -> None:
+    """slots, gates: (L, 1, TOP)."""
+    for (first, end), route in planned:
+        k = route.indices.shape[-1]
+        slots[first:end, 0, :k] = route.indices[0, 0, 0] + 1
+        gates[first:end, 0, :k] = route.gates[0, 0, 0].float()
 
 
 def _nothing(name: str, own: dict[str, Tensor], slots: int) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Compiled steps on disk: their names, and the process that makes one.
 
-A package is one file, there as a whole or not at all. Where a build failed, a file with the reason lies in its
-place, so that it is not tried again with the same versions.
+A package is one file, there as a whole or not at all. Where a build failed, a file with the reason lies in
+its place, so that it is not tried again with the same versions.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def start(document: Mapping[str, Any], path: Path) -> subprocess.Popen[bytes] | 
 
 
 def make_now(document: Mapping[str, Any], path: Path) -> None:
-    """The same, and wait until the build is through, whoever does it. Raises PackageError where it cannot begin."""
+    """The same, and wait until the build is through, whoever does it."""
     begun = start(document, path)
     while begun.poll() is None if begun is not None else is_building(path):
         time.sleep(0.2)

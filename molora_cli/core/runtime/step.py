@@ -6,12 +6,14 @@ The graph knows the base's shapes and nothing else. Weights, factors and routes 
     constants   the base's tensors; of each linear in a layer A (R, in), B (out, R), extent (S, 2), scale (S,)
 
 Neither R, S nor the room of keys and values is part of it: they only reach operators that read them from the
-tensors. So adapters come and go, and texts grow, without another graph.
+tensors. So adapters come and go, and texts grow, without another graph. A router that reads hidden states
+is called by the graph in front of the layers it reads, and fills the rows of slots and gates behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from molora_cli.core.routed.attach import layer_number, put
+from molora_cli.core.routed.live import LayerHooks
 from molora_cli.core.routed.modules import Replacement
 
 TOP = 8  # adapters that a token may take in one layer
@@ -29,13 +32,41 @@ TABLES = (".A", ".B", ".extent", ".scale", ".out_scale", ".out_bias")
 _RANK, _SLOTS, _ROOM = 16, 12, 32
 
 
+# Called by the graph with the number of a layer, its input (1, 1, d), and slots and gates to write.
+Listener = Callable[[int, Tensor, Tensor, Tensor], None]
+_listening: list[Listener] = []
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """The graph's taps call this meanwhile."""
+    _listening.append(listener)
+    try:
+        yield
+    finally:
+        _listening.pop()
+
+
+def _tap(hidden: Tensor, slots: Tensor, gates: Tensor, layer: int) -> Tensor:
+    if _listening:
+        _listening[-1](layer, hidden, slots, gates)
+    return hidden.new_empty(0)
+
+
+_library = torch.library.Library("molora_step", "DEF")
+_library.define("tap(Tensor hidden, Tensor(a!) slots, Tensor(b!) gates, int layer) -> Tensor")
+_library.impl("tap", _tap, "CPU")
+torch.library.register_fake("molora_step::tap", lambda hidden, *rest: hidden.new_empty(0), lib=_library)
+
+
 @dataclass(frozen=True)
 class Shape:
     """What a graph is made of: all that two models must agree in to share one.
 
     kind: class of transformers. config: of the base. dtype: "float32", ... adapters: False where there are
     none at all, so that every linear is a plain product. extra: linears outside the layers (the head) that
-    adapters touch. scaled, biased: linears with a table of output scales (DoRA) or biases.
+    adapters touch. scaled, biased: linears with a table of output scales (DoRA) or biases. taps: layers whose
+    input a router reads.
     """
 
     kind: str
@@ -45,13 +76,14 @@ class Shape:
     extra: tuple[str, ...] = ()
     scaled: tuple[str, ...] = ()
     biased: tuple[str, ...] = ()
+    taps: tuple[int, ...] = ()
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Shape:
-        lists = {name: tuple(document[name]) for name in ("extra", "scaled", "biased")}
+        lists = {name: tuple(document[name]) for name in ("extra", "scaled", "biased", "taps")}
         return cls(**{**document, **lists})
 
 
@@ -64,6 +96,9 @@ class _Running:
     position: Tensor | None = None
     keys: Sequence[Tensor] = field(default_factory=list)
     values: Sequence[Tensor] = field(default_factory=list)
+
+    def tap(self, layer: int, hidden: Tensor) -> None:
+        torch.ops.molora_step.tap(hidden, self.slots, self.gates, layer)
 
 
 class StepLinear(Replacement):
@@ -179,6 +214,8 @@ def make_step(shape: Shape) -> Step:
         if type(module) is nn.Linear:
             row = _row(path, shape, config)
             put(base, path, StepLinear(module, running, row, path in shape.scaled, path in shape.biased))
+    if shape.taps:
+        LayerHooks(base, shape.taps, running.tap)
     takes = inspect.signature(base.forward).parameters
     return Step(base.eval(), running, "cache" if "cache" in takes else "past_key_values").eval()
 
