@@ -276,9 +276,15 @@ def test_two_passes_are_counted(lab: Lab) -> None:
 
 @pytest.mark.slow
 def test_arrow_and_xlora_run_in_peft_and_mixed_ranks_are_said(
-    bundle: Path, tiny_llama: Path, make_adapter: Callable[..., Path], data: list[str], tmp_path: Path
+    bundle: Path,
+    tiny_llama: Path,
+    make_adapter: Callable[..., Path],
+    data: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from molora_cli.app import app
+    from molora_cli.core.evaluation import peft_models
 
     found = _json(str(bundle), *data, "--baselines", "arrow", "--modes", "1")
     assert any("Arrow refuses" in note and "rank" in note for note in found["notes"])
@@ -294,6 +300,13 @@ def test_arrow_and_xlora_run_in_peft_and_mixed_ranks_are_said(
     values = {name: row["nll_per_token"]["value"] for name, row in rows.items()}
     assert values["arrow top-1"] != values["arrow top-2"] != values["base"] != values["xlora (tokens=900)"]
     assert found["trained"]["xlora (tokens=900)"]["tokens"] >= 900
+    # on other rows the classifier that was kept runs
+    monkeypatch.setattr(peft_models, "_draw", None)
+    wanted = ["--baselines", "xlora:tokens=900", "--mixed", "2"]
+    again = _json(str(equal), *data, *train, *wanted)
+    assert again["trained"] == found["trained"]
+    (row,) = [r for r in again["sets"]["single"]["rows"] if r["name"].startswith("xlora")]
+    assert row["nll_per_token"] == rows["xlora (tokens=900)"]["nll_per_token"]
 
 
 def test_answers_are_generated_and_checked_for_every_model(bundle: Path, tmp_path: Path) -> None:

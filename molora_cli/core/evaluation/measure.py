@@ -203,6 +203,9 @@ class Measurement:
                 "give --train NAME=FILE for each adapter, or leave xlora out of --baselines",
             )
 
+        rows = hashlib.sha256("\0".join(text_key(r) for found in self.train.values() for r in found).encode())
+        key = f"xlora {sorted(baseline.settings.items())} {rows.hexdigest()} peft {_peft_version()}"
+
         def build() -> Any:
             model, self.about[baseline.title] = peft_models.xlora(
                 self.lab.base(),
@@ -210,12 +213,11 @@ class Measurement:
                 self.train,
                 self.lab.tokenizer,
                 baseline.settings,
+                kept=self.store.file(key),
                 ticker=self._ticker,
             )
             return model
 
-        rows = hashlib.sha256("\0".join(text_key(r) for found in self.train.values() for r in found).encode())
-        key = f"xlora {sorted(baseline.settings.items())} {rows.hexdigest()} peft {_peft_version()}"
         # two passes, and PEFT keeps no keys and values: each token runs the whole text again
         self._plan_peft(baseline.title, key, build, passes=2.0, caches=0)
 

@@ -5,6 +5,7 @@ Arrow: Ostapenko et al., arXiv 2405.11157, section 3.2. X-LoRA: Buehler and Bueh
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from molora_cli.core.bundle.writing import new_file
 from molora_cli.core.training.data import Example
 from molora_cli.core.training.router_rows import RouterSettings, TokenRow, collate, prepare
 from molora_cli.errors import InputError
@@ -22,6 +26,7 @@ from molora_cli.text import shorten
 
 STEP_TOKENS = 800  # of one optimiser step, padding left out
 _MIXED_SHARE = 0.2
+_ABOUT = "molora_trained"  # key of the metadata
 _MERGED = "molora merged"  # no name of an adapter has a blank
 
 
@@ -77,21 +82,26 @@ def xlora(
     settings: Mapping[str, float],
     *,
     max_length: int = 512,
+    kept: Path | None = None,
     ticker: Ticker = no_ticks,
 ) -> tuple[Any, dict[str, Any]]:
     """The base under PEFT's X-LoRA, its classifier trained on `rows`; and what was done.
 
     rows: adapter -> training rows; a fifth of what is drawn changes domain, as for a router. settings:
     tokens (of the run), lr (AdamW, linear decay), depth, layerwise, seed. The loss is taken over completion
-    tokens. Raises InputError where PEFT refuses the adapters.
+    tokens. kept: the classifier is read from this file where it is there, else written to it. Raises
+    InputError where PEFT refuses the adapters.
     """
     seed = int(settings["seed"])
-    chosen = RouterSettings(seed=seed, max_length=max_length, val_share=0.0, mixes=400)
-    prepared = prepare(rows, tokenizer, chosen)
     model = xlora_model(
         base, folders, depth=int(settings["depth"]), layerwise=bool(settings["layerwise"]), seed=seed
     )
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if kept is not None and kept.is_file():
+        return model.eval(), _read(kept, trained)
+    chosen = RouterSettings(seed=seed, max_length=max_length, val_share=0.0, mixes=400)
+    prepared = prepare(rows, tokenizer, chosen)
+    parameters = list(trained.values())
     optimiser = torch.optim.AdamW(parameters, float(settings["lr"]))
     budget, seen, steps = int(settings["tokens"]), 0, 0
     rng = random.Random(seed)
@@ -120,7 +130,19 @@ def xlora(
         "loss_first": round(sum(losses[:tenth]) / tenth, 4),
         "loss_last": round(sum(losses[-tenth:]) / tenth, 4),
     }
+    if kept is not None:
+        tensors = {name: p.detach().cpu().contiguous() for name, p in trained.items()}
+        with new_file(kept) as work:
+            save_file(tensors, work, {_ABOUT: json.dumps(about)})
     return model.eval(), about
+
+
+def _read(file: Path, trained: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:
+    """Fill in parameters that were trained in an earlier run; what was done then."""
+    with safe_open(file, "pt") as found, torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(found.get_tensor(name))
+        return dict(json.loads(found.metadata()[_ABOUT]))
 
 
 def xlora_model(

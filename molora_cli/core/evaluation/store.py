@@ -27,6 +27,7 @@ class NllStore:
     def __init__(self, folder: Path | None, about: Sequence[str]) -> None:
         """about: what every NLL of this run depends on."""
         self._about = "\0".join([FORMAT, *about])
+        self._folder = folder
         self._connection: sqlite3.Connection | None = None
         if folder is None:
             return
@@ -43,6 +44,13 @@ class NllStore:
 
     def _key(self, method: str, row: EvalRow) -> str:
         return hashlib.sha256(f"{self._about}\0{method}\0{row.digest}".encode()).hexdigest()
+
+    def file(self, method: str) -> Path | None:
+        """Where something that was trained for a method may be kept; None where nothing is."""
+        if self._folder is None or self._connection is None:
+            return None
+        name = hashlib.sha256(f"{self._about}\0{method}".encode()).hexdigest()[:32]
+        return self._folder / f"{name}.safetensors"
 
     def fill(self, method: str, rows: Sequence[EvalRow], tally: Tally, wanted: Sequence[int]) -> list[int]:
         """Write what is known of the rows numbered `wanted` into `tally` (a line per answer); returns those
