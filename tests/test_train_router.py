@@ -188,6 +188,10 @@ def test_a_wrapper_that_one_domain_alone_has_is_said() -> None:
     assert "a: prompts begin with '### Input:'" in said
     (said,) = leaks({"a": plain, "b": rows(after="\nAnswer with code only.")})
     assert "b: prompts end with 'Answer with code only.'" in said
+    (said,) = leaks(
+        {"a": plain, "b": rows(system="Be brief, please."), "c": rows(system="Be brief, please.")}
+    )
+    assert said.startswith("a: hardly a row has a system prompt")
     # shared by all, too few rows, or too short a beginning: nothing to say
     assert leaks({n: rows(system="Be brief, please.", before="Question one: ") for n in "ab"}) == []
     assert leaks({"a": rows(system="You write SQL queries.", count=9), "b": plain}) == []

@@ -23,11 +23,15 @@ Words = tuple[str, ...]
 
 def leaks(domains: Mapping[str, Sequence[Example]]) -> list[str]:
     """A line for each wrapper that OWN of a domain's rows or more have, and OTHERS of the others' at most."""
+    apart = {
+        name: (rows, [row for other, theirs in domains.items() if other != name for row in theirs])
+        for name, rows in domains.items()
+    }
+    apart = {
+        n: (own, others) for n, (own, others) in apart.items() if min(len(own), len(others)) >= _LEAST_ROWS
+    }
     found = []
-    for name, rows in domains.items():
-        others = [row for other, theirs in domains.items() if other != name for row in theirs]
-        if len(rows) < _LEAST_ROWS or not others:
-            continue
+    for name, (rows, others) in apart.items():
         for what, read in _PLACES.items():
             wrapper = _common([read(row) for row in rows])
             if wrapper is None:
@@ -40,7 +44,21 @@ def leaks(domains: Mapping[str, Sequence[Example]]) -> list[str]:
                     "anywhere else: the router may learn this wrapper instead of the subject; add rows "
                     "without it, unless every real prompt has it"
                 )
-    return found
+    if any(_SYSTEM in line for line in found):
+        return found
+    # without one the template's own default stands there, or nothing: that tells the domain as well
+    return found + [
+        f"{name}: hardly a row has a system prompt, and nearly all others have one: the router may learn "
+        "that instead of the subject; use it in all domains' rows or in none"
+        for name, (rows, others) in apart.items()
+        if _bare(rows) >= OWN and _bare(others) <= OTHERS
+    ]
+
+
+def _bare(rows: Sequence[Example]) -> float:
+    """Share of chats without a system prompt; NaN where there are no chats."""
+    chats = [row for row in rows if row.text is None]
+    return sum(not _system(row) for row in chats) / len(chats) if chats else float("nan")
 
 
 def _common(texts: Sequence[Words]) -> Words | None:
@@ -72,9 +90,9 @@ def _ending(row: Example) -> Words:
     return () if row.text is not None else _prompt(row)[::-1]
 
 
-_END = "prompts end with"
+_SYSTEM, _END = "a system prompt says", "prompts end with"
 _PLACES: dict[str, Callable[[Example], Words]] = {
-    "a system prompt says": _system,
+    _SYSTEM: _system,
     "prompts begin with": _prompt,
     _END: _ending,
 }
