@@ -28,8 +28,8 @@ from molora_cli.core.evaluation.store import NllStore
 from molora_cli.core.evaluation.tally import Tally, best_choice
 from molora_cli.core.training.data import Example, Message, Segment
 from molora_cli.core.training.mixing import labelled
+from molora_cli.views import evaluation_figure
 from molora_cli.views.evaluation import EvaluationView
-from molora_cli.views.evaluation_figure import write_figure
 
 NAMES = ("num", "low")
 WORDS = {"num": "0123456789", "low": "abcdefghij"}
@@ -153,7 +153,7 @@ def test_one_command_chooses_settings_and_prints_everything(
         assert words in text, words
 
 
-def test_the_lead_of_the_first_router_is_paired_and_by_domain(tmp_path: Path) -> None:
+def test_the_lead_of_the_first_router_is_paired_and_by_domain() -> None:
     rng = np.random.default_rng(0)
     rows = [_row([n % 2] * 3, [0] * 3, [0, 1, 1]) for n in range(12)]
     rows = [replace(row, document=str(n)) for n, row in enumerate(rows)]
@@ -179,9 +179,9 @@ def test_the_lead_of_the_first_router_is_paired_and_by_domain(tmp_path: Path) ->
     assert lead["bad"]["low"] == pytest.approx(lead["bad"]["value"])  # the hard documents cancel out
     assert lead["after top-1"]["domains"]["num"]["value"] == pytest.approx(0.1)
     assert lead["after top-1"]["domains"]["low"]["value"] == pytest.approx(-0.25)
+    drawn = [(name, gap["value"]) for name, _, gap in evaluation_figure._gaps(found)]
+    assert drawn == [("after top-1", lead["after top-1"]["value"]), ("bad", lead["bad"]["value"])]
     document = {"sets": {"s": found}, "cache_bytes_per_token": 8.0}
-    write_figure(tmp_path / "f.svg", document)
-    assert "before top-1 ahead by, points" in (tmp_path / "f.svg").read_text(encoding="utf-8")
     console = Console(width=200, record=True)
     console.print(EvaluationView(document))
     text = console.export_text()

@@ -50,7 +50,7 @@ def _run(*line: object) -> Any:
 def _saved(
     base: Path, adapters: list[Path], target: Path, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An X-LoRA folder with nothing lost, and PEFT's logits for IDS and scalings, (B, T, modules, adapters)."""
+    """Writes an X-LoRA folder with nothing lost. PEFT's logits for IDS, and scalings (B, T, modules, E)."""
     from peft import XLoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -77,17 +77,20 @@ def _saved(
     return logits, scalings
 
 
+_DEEP = {"xlora_depth": 3, "xlora_size": 8, "xlora_dropout_p": 0.0}
+_TOP = {"top_k_lora": 2, "enable_softmax": False, "enable_softmax_topk": True}
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"layerwise_scalings": True, "xlora_depth": 2, "xlora_size": 16, "softmax_temperature": 0.7},
-        {"top_k_lora": 2, "global_scaling_weight": 0.5, "xlora_depth": 3, "xlora_size": 8,
-         "xlora_dropout_p": 0.0},
-        {"top_k_lora": 2, "enable_softmax": False, "enable_softmax_topk": True, "layerwise_scalings": True},
+        {"top_k_lora": 2, "global_scaling_weight": 0.5, **_DEEP},
+        pytest.param({**_TOP, "layerwise_scalings": True}, marks=pytest.mark.slow),
     ],
     ids=["shared", "layerwise", "top-k", "softmax of the top-k"],
-)  # fmt: skip
+)
 def test_logits_are_those_of_peft(
     options: dict[str, Any], bundle: Path, adapters: list[Path], tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +117,7 @@ def test_logits_are_those_of_peft(
             assert by_name[name] == pytest.approx(float(scalings[0, 5, 0, number]), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_generation_keeps_keys_and_values(
     bundle: Path, adapters: list[Path], tiny_llama: Path, tmp_path: Path
 ) -> None:
