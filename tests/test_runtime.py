@@ -16,7 +16,7 @@ from molora_kernels import resolve
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from molora_cli.core.adapter.factors import Factors
-from molora_cli.core.bench.material import load_material
+from molora_cli.core.bench.material import Material, random_factors
 from molora_cli.core.generate import DecodeCache, Sampler, stream_ids
 from molora_cli.core.routed.model import RoutedModel, load
 from molora_cli.core.runtime import package
@@ -111,6 +111,11 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 @pytest.fixture
 def chat(chat_bundle: Path) -> RoutedModel:
     return load(chat_bundle, backend="cpu")
+
+
+def shallow(folder: Path, layers: int = 2) -> PreTrainedModel:
+    """Two layers are traced in half the time of four."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, num_hidden_layers=layers).eval()
 
 
 def answer(model: RoutedModel, ids: list[int] = PROMPT, new: int = 24, **options: Any) -> list[Any]:
@@ -213,10 +218,10 @@ def test_draws_are_those_of_the_same_seed(chat: RoutedModel, shop: Workshop) -> 
 
 
 def test_dora_biases_and_the_head(tiny_llama: Path, shop: Workshop) -> None:
-    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    base = shallow(tiny_llama)
     gen = torch.Generator().manual_seed(0)
     factors: dict[str, dict[str, Factors]] = {"a": {}, "b": {}}
-    for path in ("lm_head", "model.layers.1.mlp.down_proj", "model.layers.3.self_attn.q_proj"):
+    for path in ("lm_head", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"):
         out, inner = base.get_submodule(path).weight.shape
         for name, rank in (("a", 3), ("b", 20)):
             A, B = torch.randn(rank, inner, generator=gen), torch.randn(out, rank, generator=gen)
@@ -236,7 +241,8 @@ def test_dora_biases_and_the_head(tiny_llama: Path, shop: Workshop) -> None:
 
 
 def test_a_router_that_reads_hidden_states_is_called_by_the_graph(tiny_llama: Path, shop: Workshop) -> None:
-    material = load_material(str(tiny_llama), None, 3, 4, torch.float32)
+    base, tokenizer = shallow(tiny_llama, 4), AutoTokenizer.from_pretrained(tiny_llama)
+    material = Material(base, random_factors(base, 3, 4), "tiny", tokenizer=tokenizer)
     model = material.routed("cpu")
     router = model.router = material.deep_router(model)
     shape = shape_of(model)
