@@ -363,3 +363,19 @@ def test_threads_do_not_change_a_bit() -> None:
             assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("special", [False, True])
+def test_room_for_more_adapters_than_are_taken_changes_no_bit(tokens: int, special: bool) -> None:
+    case = random_case(
+        9, tokens=tokens, inputs=40, outputs=300, ranks=[3, 8, 16], top=2, dora=special, biases=special
+    )
+    for slots in (case.slots, torch.zeros_like(case.slots), case.slots.index_fill(1, torch.tensor(0), 0)):
+        narrow = dataclasses.replace(case, slots=slots)
+        more = torch.zeros(tokens, 6, dtype=torch.int64)
+        wide = dataclasses.replace(
+            narrow, slots=torch.cat([slots, more], 1), weights=torch.cat([case.weights, 1.0 + more], 1)
+        )
+        assert torch.equal(run(wide), run(narrow))
+        close(run(wide), narrow)

@@ -31,6 +31,16 @@ struct Rows {
   Tensor held;
   int64_t count, width, stride;
 
+  // The rows of a matrix' transpose: no copy and no view where it is stored by columns.
+  static Rows columns(const Tensor& t) {
+    TORCH_CHECK(t.dim() == 2, "a matrix expected, got ", t.sizes());
+    if (t.stride(0) == 1 || t.size(0) <= 1) return Rows(t, t.size(1), t.size(0), t.stride(1));
+    return Rows(t.t());
+  }
+
+  Rows(const Tensor& t, int64_t count_, int64_t width_, int64_t stride_)
+      : held(t), count(count_), width(width_), stride(stride_) {}
+
   explicit Rows(const Tensor& t) : held(t), width(t.size(-1)) {
     bool together = t.dim() == 2 && (t.stride(1) == 1 || width <= 1);
     if (!together && !t.is_contiguous()) held = t.contiguous();
@@ -42,12 +52,6 @@ struct Rows {
     return held.const_data_ptr<T>();
   }
 };
-
-// The rows of a matrix' transpose: no copy where it is stored by columns.
-static Rows columns(const Tensor& t) {
-  TORCH_CHECK(t.dim() == 2, "a matrix expected, got ", t.sizes());
-  return Rows(t.t());
-}
 
 // An operator called from inside one may not hand back its own argument: ask for copies only where one is made.
 static Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : t.contiguous(); }
@@ -75,12 +79,12 @@ struct Mixture {
   Rows A, B;  // (R, in), (R, out)
   Tensor extent, scale, slots, gates;
   Maybe out_scale, out_bias;
-  int64_t widest = 0;
+  int64_t widest = 0, top;
 
   Mixture(const Tensor& A_, const Tensor& B_, const Tensor& extent_, const Tensor& scale_, const Tensor& slots_,
           const Tensor& gates_, const Maybe& out_scale_, const Maybe& out_bias_, int64_t tokens, int64_t in, int64_t out)
-      : A(A_), B(columns(B_)), extent(dense(extent_)), scale(dense(scale_)), slots(dense(slots_)),
-        gates(dense(gates_)), out_scale(dense(out_scale_)), out_bias(dense(out_bias_)) {
+      : A(A_), B(Rows::columns(B_)), extent(dense(extent_)), scale(dense(scale_)), slots(dense(slots_)),
+        gates(dense(gates_)), out_scale(dense(out_scale_)), out_bias(dense(out_bias_)), top(slots_.size(-1)) {
     TORCH_CHECK(A.width == in && B.width == out && A.count == B.count, "factors ", A_.sizes(), " and ",
                 B_.sizes(), " do not fit a module of ", in, " inputs and ", out, " outputs");
     TORCH_CHECK(slots.dim() == 2 && slots.size(0) == tokens && slots.sizes() == gates.sizes(), "routes ",
@@ -98,13 +102,16 @@ struct Mixture {
     const int64_t* chosen = slots.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < slots.numel(); i++)
       TORCH_CHECK_INDEX(chosen[i] >= 0 && chosen[i] < count, "slot ", chosen[i], " of ", count);
+    // room for more adapters than a token takes costs nothing
+    if (tokens == 1)
+      while (top > 0 && chosen[top - 1] == 0) top--;
   }
 
   template <class T>
   Adapters<T> read() const {
     return {A.data<T>(), A.stride, B.data<T>(), B.stride, extent.const_data_ptr<int64_t>(),
             scale.const_data_ptr<float>(), slots.const_data_ptr<int64_t>(), gates.const_data_ptr<float>(),
-            slots.size(1), widest, data<float>(out_scale), data<float>(out_bias)};
+            top, widest, data<float>(out_scale), data<float>(out_bias)};
   }
 };
 
@@ -155,7 +162,7 @@ static Tensor product(const Tensor& x, const Tensor& weight, const Maybe& bias, 
     const T* bias_data = data<T>(offset);
     Adapters<T> adapters;
     if (mixture) adapters = mixture->template read<T>();
-    const Adapters<T>* ad = mixture ? &adapters : nullptr;
+    const Adapters<T>* ad = mixture && mixture->top > 0 ? &adapters : nullptr;
     if (N <= FEW_TOKENS) {
       Rows W(weight);
       Tensor y = at::empty(sizes, x.options());

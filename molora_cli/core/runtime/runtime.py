@@ -13,6 +13,7 @@ from torch import Tensor
 
 from molora_cli.core.routed.attach import layer_number
 from molora_cli.core.routed.modules import Replacement, RoutedLinear, RoutedModule, is_plain
+from molora_cli.core.routed.outputs import Routed
 from molora_cli.core.routed.route import Route
 from molora_cli.core.runtime.cache import RoomCache, new_cache
 from molora_cli.core.runtime.loaded import LoadedStep, PackagedProgram, Program
@@ -29,10 +30,15 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a token gave. logits: (V,) float32, until the next token; trace: its route."""
+    """What a token gave. logits: (V,) float32."""
 
     logits: Tensor
-    trace: Trace
+    routed: Routed
+
+    @property
+    def trace(self) -> Trace:
+        """The token's route."""
+        return self.routed.trace()
 
 
 class Runtime:
@@ -172,7 +178,7 @@ class Runtime:
             if not far <= TOLERANCE:  # so that NaN is refused too
                 self._refuse(f"its first logits were off by {far:.2g} of their spread")
             logits = wanted
-        return Stepped(logits, decided.finish().trace())
+        return Stepped(logits, decided.finish())
 
 
 def shape_of(model: Any) -> Shape:
