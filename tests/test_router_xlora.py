@@ -129,6 +129,10 @@ def test_generation_keeps_keys_and_values(
     kept = model.generate(input_ids=IDS[:1], use_cache=True, **options)
     again = model.generate(input_ids=IDS[:1], use_cache=False, **options)
     assert kept.shape[1] == 14 and torch.equal(kept, again)
+    done = _run("inspect", bundle, "--prompt", "abc 123", "--json", "-q")
+    assert done.exit_code == 0, done.output
+    seen = json.loads(done.stdout)
+    assert "xlora-modules" in done.stdout and seen["schema_version"]
 
 
 def test_what_is_not_whole_or_no_gate_is_refused(
