@@ -110,6 +110,7 @@ def test_one_command_chooses_settings_and_prints_everything(
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     tried = found["tuned"]["tried"]
+    assert not any("--tune" in note for note in found["notes"])
     assert found["tuned"]["sets"]["single"]["rows"] == 4 and found["tuned"]["sets"]["other"]["rows"] == 3
     families = {}
     for one in tried:

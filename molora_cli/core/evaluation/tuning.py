@@ -11,7 +11,7 @@ from molora_cli.core.evaluation import baselines as bl
 from molora_cli.core.evaluation.baselines import Baseline, usual
 from molora_cli.core.evaluation.document import mean_recovered
 from molora_cli.core.evaluation.lab import Lab
-from molora_cli.core.evaluation.lines import Measured
+from molora_cli.core.evaluation.lines import BASE_ROW, Measured
 from molora_cli.core.evaluation.measure import Measurement
 from molora_cli.core.evaluation.store import NllStore
 from molora_cli.errors import InputError
@@ -55,13 +55,19 @@ def tune(
     measurement = Measurement(lab, sets, store)
     measurement.run([b for family in families if len(family) > 1 for b in family], [], [], ticker=ticker)
     shares = {m.set.name: mean_recovered(m) for m in sets}
+    notes = list(measurement.notes)
+    for name in [name for name, values in shares.items() if values[BASE_ROW] is None]:
+        notes.append(
+            f"--tune: nothing was chosen on {name}, where no adapter gains anything on its own domain"
+        )
+        del shares[name]
     chosen, tried = [], []
     for family in families:
         found = []
         for one in family if len(family) > 1 else ():
             of = {name: values.get(one.row) for name, values in shares.items()}
             known = [v for v in of.values() if v is not None]
-            if len(known) == len(of):
+            if known and len(known) == len(of):
                 found.append((sum(known) / len(known), one, of))
         best = max(found, key=lambda each: each[0])[1] if found else family[0]
         chosen.append(best)
@@ -69,8 +75,8 @@ def tune(
             {"family": _family(one), "row": one.row, "recovered": mean, "sets": of, "chosen": one is best}
             for mean, one, of in found
         ]
-    facts = {m.set.name: {"rows": len(m.rows), "tokens": m.tokens()} for m in sets}
-    return chosen, {"sets": facts, "tried": tried}, measurement.notes
+    facts = {m.set.name: {"rows": len(m.rows), "tokens": m.tokens()} for m in sets if m.set.name in shares}
+    return chosen, {"sets": facts, "tried": tried}, notes
 
 
 def candidates(baseline: Baseline) -> list[Baseline]:
