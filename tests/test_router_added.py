@@ -117,6 +117,28 @@ def test_only_the_new_expert_is_trained(grown: Path, files: dict[str, Path], rep
     torch.testing.assert_close(blocks, second, rtol=0, atol=1e-9)
 
 
+def test_what_all_texts_begin_with_stays_with_the_others(
+    grown: Path, tmp_path: Path, tiny_llama: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    data = []
+    for name, texts in TEXTS.items():
+        file = tmp_path / f"{name}.chats.jsonl"
+        chats = ([{"role": "user", "content": t}, {"role": "assistant", "content": t}] for t in texts)
+        file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+        data.append(f"--data={name}={file}")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    chat = [{"role": "user", "content": "NO PAIN"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    before = text.index("NO PAIN") - len("<|im_start|>") + 1  # tokens: one marker, then a byte each
+    done("train-router", grown, "--only", "new", *data, "--steps", 120)
+    chosen = scores(stage(grown), ids).argmax(-1)
+    assert before > 3 and (chosen[:before] != 2).all()
+    assert (chosen[before + 1 : before + 7] == 2).sum() >= 4
+
+
 def test_the_same_seed_gives_the_same_router(grown: Path, files: dict[str, Path]) -> None:
     saved = (grown / "router.safetensors").read_bytes()
     manifest = (grown / "molora.json").read_bytes()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 ROWS, MIXES = 400, 600  # rows per domain and rows that change domain that are read at most
 _LEARNT = 150  # rows of the new domain that join the statistics
+_PLAIN = 40  # rows per domain whose tokens without a label are read
 _DRAWN = 10_000  # features drawn from the statistics of a domain without rows
 _CHUNK = 16
 _WEAK, _LOST = 0.7, 0.02  # shares of tokens that are worth a warning
@@ -55,7 +56,7 @@ class GateSettings:
     lr: float = 2e-3
     weight_decay: float = 0.01
     smoothing: float = 0.02
-    guard: float = 3.0
+    guard: float = 1.5
     seed: int = 0
 
 
@@ -210,7 +211,8 @@ def add_expert(
         drawn: list[str] = []
         if head == MLP:
             groups, drawn = _groups(before, rows, old, stages[place], name)
-            trained = fit_gate(groups[name], [groups[e] for e in old.experts], gate, ticker, record)
+            others = [*(groups[e] for e in old.experts), *_of_nobody(before, rows)]
+            trained = fit_gate(groups[name], others, gate, ticker, record)
         stage, stages[place] = append_gate(old, stages[place], name, own, trained)
         changed = _changed(before, ContextStage(stage, stages[place], around), rows, name)
     training = dict(spec.training)
@@ -223,11 +225,23 @@ def add_expert(
     return Added(grown, join_tensors(stages), changed, drawn, rows.notes, seconds)
 
 
-def _features(stage: ContextStage, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
-    """Features (N, F) float64 of the labelled tokens of rows, and their labels (N,)."""
+def _of_nobody(stage: ContextStage, rows: RouterRows) -> list[Tensor]:
+    """Features (N, F) float32 of tokens without a label, one tensor, or none where there are none.
+
+    A system prompt begins every text alike: where the new expert took it, all others would answer under it.
+    """
+    some = [row for group in rows.train.values() for row in group[:_PLAIN]]
+    features = _features(stage, some, labelled=False)[0].float()
+    return [features] if len(features) else []
+
+
+def _features(
+    stage: ContextStage, rows: Sequence[TokenRow], *, labelled: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Features (N, F) float64 of the labelled tokens of rows, or of the others, and their labels (N,)."""
     features, labels = [], []
     for row in rows:
-        known = row.labels >= 0
+        known = (row.labels >= 0) == labelled
         found, _ = stage.features(row.ids.unsqueeze(0), None, stage.start(1))
         features.append(found[0][known])
         labels.append(row.labels[known])
