@@ -307,6 +307,14 @@ def test_a_damaged_package_is_made_again(chat: RoutedModel, shop: Workshop) -> N
     assert not model_runtime.ready and "cannot be loaded" in shop.said[-1] and not path.exists()
 
 
+def test_where_a_base_lies_makes_no_other_step(chat: RoutedModel) -> None:
+    shape = shape_of(chat)
+    chat.config._name_or_path, chat.config.id2label = "/elsewhere", {0: "a"}
+    assert shape_of(chat) == shape
+    chat.config.rms_norm_eps = 0.5
+    assert shape_of(chat) != shape
+
+
 def test_what_has_no_compiled_step(chat: RoutedModel, shop: Workshop, chat_bundle: Path) -> None:
     plain = load(chat_bundle, backend="torch")
     assert shop.runtime(plain).builds == 0 and shop.said == []

@@ -41,6 +41,18 @@ class Stepped:
         return self.routed.trace()
 
 
+# of a config, what says nothing of the graph
+_ASIDE = (
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "architectures",
+    "id2label",
+    "label2id",
+    "problem_type",
+)
+
+
 class Runtime:
     """The compiled step of one routed model, and the way to it.
 
@@ -184,8 +196,9 @@ class Runtime:
 def shape_of(model: Any) -> Shape:
     """The shape of a routed model's decode step."""
     config = json.loads(model.base.config.to_json_string(use_diff=False))
-    for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"):
-        config.pop(name, None)
+    config = {
+        name: value for name, value in config.items() if not name.startswith("_") and name not in _ASIDE
+    }
     routed = {path: m for path, m in model.base.named_modules() if isinstance(m, RoutedLinear)}
     return Shape(
         kind=type(model.base).__name__,
