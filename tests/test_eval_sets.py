@@ -107,7 +107,9 @@ def test_specs_are_domains_or_sets_and_others_are_refused(tmp_path: Path) -> Non
     segment["label"] = "num+other"
     bad = _write(tmp_path / "bad.jsonl", [{**r, "segments": [segment]} for r in _rows("num", 1)])
     with pytest.raises(InputError, match=r"num\+other"):
-        sets.build_sets({}, sets.read_sets([str(bad)], NAMES, None, None)[1], NAMES, mixed=0, max_length=9, seed=0)
+        sets.build_sets(
+            {}, sets.read_sets([str(bad)], NAMES, None, None)[1], NAMES, mixed=0, max_length=9, seed=0
+        )
     with pytest.raises(InputError, match="two domains"):
         sets.build_sets(domains, [], NAMES, mixed=3, max_length=100, seed=0)
 
