@@ -131,7 +131,9 @@ def test_greedy_text_on_the_real_base(dtype: str, tmp_path: Path) -> None:
     runtime = Runtime(model, make=make_now)
     runtime.look()
     assert runtime.ready
-    rounding = 1e-3 if dtype == "float32" else 0.15
+    # of the largest logit: bfloat16 has eight bits, and its logits are rounded themselves
+    rounding = 1e-4 if dtype == "float32" else 2**-6
+    differing = 0
     for number, prompt in enumerate(PROMPTS):
         ids = encode_prompt(model, [{"role": "user", "content": prompt}])
         route = ("off", *model.adapters)[number % 5]
@@ -146,6 +148,7 @@ def test_greedy_text_on_the_real_base(dtype: str, tmp_path: Path) -> None:
         model.only(route) if route != "off" else model.off()
         with torch.no_grad():
             logits = model(torch.tensor([[*ids, *wanted[:first]]])).logits[0, -1].float()
-        gap = float((logits[wanted[first]] - logits[got[first]]).abs())
-        assert gap < rounding, f"{prompt!r}, token {first}: {gap}"
-    assert runtime.builds <= 1
+        gap = float((logits[wanted[first]] - logits[got[first]]).abs() / logits.abs().max())
+        assert gap <= rounding, f"{prompt!r}, token {first}: {gap}"
+        differing += 1
+    assert differing <= (0 if dtype == "float32" else 10) and runtime.builds <= 1
