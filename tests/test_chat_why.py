@@ -51,6 +51,17 @@ def stage_of(kind: str, bundle: Any) -> tuple[Any, dict[str, torch.Tensor]]:
             tensors |= {f"taps.{i}.weight": torch.randn(64, 2), f"taps.{i}.bias": torch.zeros(2)}
         params = {"head": "lda", **({"tap": 2} if kind == "hidden" else {})}
         return StageSpec(kind=kind, experts=names, groups=groups, params=params), tensors
+    if kind.startswith("xlora"):
+        modules = sorted({path for entry in bundle.manifest.adapters for path in entry.modules})
+        own = modules if kind == "xlora-modules" else []
+        width = 2 * max(1, len(own))
+        params = {"softmax": True, "temperature": 1.0, "top_k": None, "again": False, "weight": 1.0}
+        params |= {"linears": 1, "modules": own}
+        groups = [(i, i + 1) for i in range(4)] if own else []
+        tensors = {"linear.0.weight": torch.randn(width, 64), "linear.0.bias": torch.zeros(width)}
+        return StageSpec(
+            kind=kind, input="hidden", experts=[*names, "__base__"], groups=groups, k=3, params=params
+        ), tensors
     embedding = read_embedding(bundle.base_path)
     if kind == "sequence":
         shapes = {"centre": (64,), "project": (64, 8), "weight": (8, 2), "bias": (2,)}
@@ -70,7 +81,10 @@ LEARNT = {"context": True, "centroid": True, "sequence": True, "taps": True, "la
 
 @pytest.mark.parametrize(
     "kind",
-    ["fixed", "uniform", "vocab", "centroid", "context", "sequence", "taps", "layer", "hidden", "arrow"],
+    [
+        *("fixed", "uniform", "vocab", "centroid", "context", "sequence", "taps", "layer", "hidden", "arrow"),
+        *("xlora", "xlora-modules"),
+    ],
 )
 def test_why_explains_the_routes_of_every_kind(
     pair: Path, tmp_path: Path, kind: str, make_repl: Callable[..., Any]
@@ -82,7 +96,7 @@ def test_why_explains_the_routes_of_every_kind(
     from molora_cli.core.router.kinds import _HOMES
     from molora_cli.core.router.spec import RouterSpec
 
-    assert kind in _HOMES and len(_HOMES) == 10, "a kind without a test of /why"
+    assert kind in _HOMES and len(_HOMES) == 12, "a kind without a test of /why"
     bundle = Bundle.open(pair)
     more: dict[str, Any] = {}
     if kind == "fixed":
@@ -99,7 +113,7 @@ def test_why_explains_the_routes_of_every_kind(
         bundle.set_router(made.spec, made.tensors)
     else:
         stage, tensors = stage_of(kind, bundle)
-        documents = {"documents": {"one": 12, "two": 30}}
+        documents = {} if kind.startswith("xlora") else {"documents": {"one": 12, "two": 30}}
         bundle.set_router(RouterSpec(stages=[stage], training=documents), join_tensors([tensors]))
     repl = make_repl(load(pair))
     repl.said("hello")
@@ -108,6 +122,8 @@ def test_why_explains_the_routes_of_every_kind(
     assert re.search(r"\bone\b", text) and ("margin " in text or kind == "fixed")
     if kind in LEARNT:
         assert re.search(r"nearest training domain( by score)?: (one|two) \(learnt from \d+ texts\)", text)
+    elif kind.startswith("xlora"):
+        assert "trained elsewhere" in text
     else:
         assert "learns from no examples" in text
     if kind in ("context", "centroid"):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _SHRINKAGE = 0.1  # where the router's header names none
 _BY_STATE = ("taps", "layer", "hidden")
+_ELSEWHERE = ("xlora", "xlora-modules")
 
 
 def training_note(model: Any, ids: Sequence[int], best: str) -> str:
@@ -41,6 +42,8 @@ def training_note(model: Any, ids: Sequence[int], best: str) -> str:
         return f"nearest training domain by score: {best}{_size(router, best)}"
     if router.spec.training.get("documents"):
         return f"nearest training domain by score: {best}{_size(router, best)}"
+    if any(stage.kind in _ELSEWHERE for stage in router.stages):
+        return "no training domain is known: the router's classifier was trained elsewhere, by PEFT"
     return f"no training domain: a router of kind {kind} learns from no examples"
 
 
