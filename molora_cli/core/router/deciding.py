@@ -47,6 +47,7 @@ class Deciding:
         self.stack = stack
         self.where = ids.device
         ids = ids.to(stack.device, torch.int64)
+        self._padded = mask is not None
         everything = torch.ones_like(ids, dtype=torch.bool)
         self.real = everything if mask is None else mask.to(stack.device, torch.bool)  # (B, T)
         self._said: list[Scores | None] = [None] * len(stack.stages)
@@ -190,6 +191,18 @@ class Deciding:
     def _resolve(self, group: int) -> None:
         """Choose the experts of one group; the stages that know its layers are asked in order."""
         stack = self.stack
+        if not self._padded and group in stack.alone:
+            number, own = stack.covering[group][0]
+            only = self._said[number]
+            assert only is not None
+            if only.decided is None:
+                logp = only.logp[:, :, own]
+                held = self._held.get(number)
+                ordered = logp if held is None else traded(logp, held[:, :, own])
+                chosen, weights = stack.choose(ordered, number)
+                if chosen.shape[-1] == stack.k:
+                    self._found[group] = (chosen, weights, logp)
+                    return
         batch, length = self.real.shape
         device = stack.device
         indices = torch.full((batch, length, stack.k), BASE, device=device)

@@ -79,6 +79,12 @@ class RouterStack:
         self._places = [
             torch.tensor([place[e] for e in stage.experts], device=self.device) for stage in self.stages
         ]
+        # groups of one stage that knows every expert: what it says is the decision
+        self.alone = {
+            group
+            for group, covering in enumerate(self.covering)
+            if len(covering) == 1 and tuple(self.stages[covering[0][0]].experts) == self.experts
+        }
         # whether gates carry gradients to the live stages' parameters (training through the base's loss)
         self.differentiable = False
         self._k: int | None = None
