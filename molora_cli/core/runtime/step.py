@@ -13,6 +13,7 @@ is called by the graph in front of the layers it reads, and fills the rows of sl
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -34,22 +35,24 @@ _RANK, _SLOTS, _ROOM = 16, 12, 32
 
 # Called by the graph with the number of a layer, its input (1, 1, d), and slots and gates to write.
 Listener = Callable[[int, Tensor, Tensor, Tensor], None]
-_listening: list[Listener] = []
+_heard = threading.local()
 
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """The graph's taps call this meanwhile."""
-    _listening.append(listener)
+    """The taps of graphs that this thread runs call this meanwhile."""
+    before = getattr(_heard, "by", None)
+    _heard.by = listener
     try:
         yield
     finally:
-        _listening.pop()
+        _heard.by = before
 
 
 def _tap(hidden: Tensor, slots: Tensor, gates: Tensor, layer: int) -> Tensor:
-    if _listening:
-        _listening[-1](layer, hidden, slots, gates)
+    listener = getattr(_heard, "by", None)
+    if listener is not None:
+        listener(layer, hidden, slots, gates)
     return hidden.new_empty(0)
 
 
