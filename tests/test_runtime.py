@@ -315,6 +315,70 @@ def test_where_a_base_lies_makes_no_other_step(chat: RoutedModel) -> None:
     assert shape_of(chat) != shape
 
 
+def test_a_step_that_fails_is_left_within_the_answer(chat: RoutedModel, shop: Workshop) -> None:
+    wanted = answer(chat)
+    runtime = shop.runtime(chat)
+    shop.finish()
+    runtime.prepare()
+    (program,) = shop.ready.values()
+    whole, runs = program.run, []
+
+    def run(inputs: list[torch.Tensor]) -> torch.Tensor:
+        runs.append(1)
+        if len(runs) == 5:
+            raise RuntimeError("no such thing\nand more")
+        return whole(inputs)
+
+    program.run = run  # type: ignore[method-assign]
+    try:
+        same(answer(chat), wanted)
+    finally:
+        program.run = whole  # type: ignore[method-assign]
+    assert len(runs) == 5 and not runtime.ready and "it failed: no such thing" in shop.said[-1]
+
+
+def test_a_base_that_changes_is_bound_again(chat: RoutedModel, shop: Workshop) -> None:
+    runtime = shop.runtime(chat)
+    shop.finish()
+    runtime.prepare()
+    answer(chat, new=4)
+    for weight in chat.base.parameters():
+        weight.data = weight.data * 0.5
+    same(*_both(chat, PROMPT))
+    assert runtime.ready and runtime.builds == 1
+    head = chat.base.get_output_embeddings()
+    getattr(head, "base", head).weight = chat.base.get_input_embeddings().weight
+    runtime.prepare()
+    assert not runtime.ready  # its config says that they are two
+
+
+def test_what_a_router_raises_within_the_graph_arrives(tiny_llama: Path, shop: Workshop) -> None:
+    base = shallow(tiny_llama)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    material = Material(base, random_factors(base, 9, 4), "tiny", tokenizer=tokenizer)
+    model = material.routed("cpu")
+    model.router = material.deep_router(model)
+    runtime = shop.runtime(model)
+    shop.finish()
+    runtime.prepare()
+    same(*_both(model, PROMPT))
+    model.topk = TOP + 1  # more than the graph has room for
+    same(*_both(model, PROMPT))
+    model.topk = 1
+    stage = model.router.live[0]
+
+    def interrupted(*anything: Any) -> Any:
+        raise KeyboardInterrupt
+
+    events = stream_ids(model, PROMPT, max_new_tokens=8)
+    next(events)
+    next(events)
+    stage.score = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        next(events)
+    assert runtime.ready
+
+
 def test_what_has_no_compiled_step(chat: RoutedModel, shop: Workshop, chat_bundle: Path) -> None:
     plain = load(chat_bundle, backend="torch")
     assert shop.runtime(plain).builds == 0 and shop.said == []
@@ -329,7 +393,7 @@ def test_what_has_no_compiled_step(chat: RoutedModel, shop: Workshop, chat_bundl
     given = Route(route, torch.ones(route.shape))
     with torch.no_grad():
         chat(torch.tensor([PROMPT]), cache=cache, use_cache=True)
-    assert runtime.token(70, cache, given, lambda: torch.zeros(1)) is None
+    assert runtime.token(70, cache, given, lambda: (torch.zeros(1), None)) is None
     assert cache.get_seq_length() == len(PROMPT)
 
 

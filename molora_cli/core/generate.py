@@ -278,8 +278,8 @@ class _Run:
             past = runtime.new_cache()
         elif runtime is not None and len(block) == 1:
 
-            def eager() -> Tensor:
-                return self._eager(block, past, given)[0]
+            def eager() -> tuple[Tensor, Any]:
+                return self._eager(block, past, given)[:2]
 
             stepped = runtime.token(block[0], past, given, eager)
             if stepped is not None:

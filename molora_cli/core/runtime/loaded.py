@@ -14,6 +14,8 @@ from molora_cli.core.runtime.cache import RoomCache
 from molora_cli.core.runtime.package import PackageError
 from molora_cli.core.runtime.step import TABLES, TOP, listening
 
+_LOOKED_AT = 16  # weights, before every token
+
 
 class Program(Protocol):
     """What runs a step. constants: names of the tensors that it wants. about: sizes and literals of them."""
@@ -83,6 +85,11 @@ class LoadedStep:
             held[name] = found.detach()
         self._program.bind(held)
         self._held = held
+        self._weights = _weights(base)
+
+    def is_stale(self, base: Any) -> bool:
+        """Whether the base's weights are elsewhere than those that were bound: some of them are looked at."""
+        return _weights(base) != self._weights
 
     def run(self, token: int, decided: NextToken, cache: RoomCache) -> Tensor | None:
         """Logits (V,) float32 after `token`, whose keys and values join the cache; None, and nothing has
@@ -93,8 +100,15 @@ class LoadedStep:
         self._slots.zero_()
         _write(decided.planned, self._slots, self._gates)
 
+        raised: list[BaseException] = []
+
         def tapped(layer: int, hidden: Tensor, slots: Tensor, gates: Tensor) -> None:
-            _write(decided.tap(layer, hidden), slots, gates)
+            # the graph would turn Ctrl-C, or an error of the router, into one of its own
+            try:
+                if not raised:
+                    _write(decided.tap(layer, hidden), slots, gates)
+            except BaseException as error:
+                raised.append(error)
 
         self._token.fill_(token)
         self._position.fill_(cache.length)
@@ -102,8 +116,16 @@ class LoadedStep:
             logits = self._program.run(
                 [self._token, self._position, self._slots, self._gates, *rooms[0], *rooms[1]]
             )
+        if raised:
+            raise raised[0]
         cache.advance()
         return logits
+
+
+def _weights(base: Any) -> list[tuple[int, torch.dtype]]:
+    """Where some of the base's weights are."""
+    found = list(base.parameters())
+    return [(p.data_ptr(), p.dtype) for p in found[:: max(1, len(found) // _LOOKED_AT)]]
 
 
 def _write(planned: Planned, slots: Tensor, gates: Tensor) -> None:

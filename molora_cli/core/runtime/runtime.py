@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from molora_kernels.cpu_ops import DTYPES
 from torch import Tensor
 
@@ -23,22 +24,23 @@ from molora_cli.core.trace import Trace
 
 Notify = Callable[[str], None]
 LOOK_EVERY = 16  # tokens between two looks for a package that is being made
-# RMS between compiled and eager logits, of their standard deviation: unrelated ones are 1.4 apart, and in
-# half widths the two round in other places
-TOLERANCE = 0.1
+# RMS between compiled and eager logits, of their standard deviation (unrelated ones are 1.4 apart): in half
+# widths the two round in other places
+TOLERANCE = {torch.float32: 1e-3}
+HALF_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a token gave. logits: (V,) float32."""
+    """What a token gave. logits: (V,) float32. found: its route, as the step or as a forward gives it."""
 
     logits: Tensor
-    routed: Routed
+    found: Routed | Trace
 
     @property
     def trace(self) -> Trace:
         """The token's route."""
-        return self.routed.trace()
+        return self.found.trace() if isinstance(self.found, Routed) else self.found
 
 
 # of a config, what says nothing of the graph
@@ -143,6 +145,7 @@ class Runtime:
             self._refuse(str(error))
 
     def _bind(self, step: LoadedStep) -> None:
+        self._checked = False
         try:
             step.bind(self._model.base, self._slots)
         except PackageError as error:
@@ -166,31 +169,41 @@ class Runtime:
         return new_cache(self._model.config) if self._path is not None else None
 
     def token(
-        self, token: int, cache: Any, given: Route | None, eager: Callable[[], Tensor]
+        self, token: int, cache: Any, given: Route | None, eager: Callable[[], tuple[Tensor, Any]]
     ) -> Stepped | None:
         """One more token of the text in `cache`; None, and nothing has happened, where it takes a forward.
 
         given: its route, (1, 1, [G,] k), where no router decides. eager: that forward, which gives the logits
-        (V,): the first token is computed both ways, and a step that says something else is used no more.
+        (V,) and the trace: the first token is computed both ways, and a step that fails or says something
+        else is used no more.
         """
+        if self._step is not None and self._step.is_stale(self._model.base):
+            self.prepare()  # the base was moved, or got other weights
         self.look()
         if self._step is None or not isinstance(cache, RoomCache):
+            return None
+        router = self._model.router
+        if given is None and router is not None and router.k > TOP:
             return None
         decided = self._model.engine.next_token(token, cache, given)
         if decided is None or not set(decided.taps) <= set(self._taps):
             return None
-        logits = self._step.run(token, decided, cache)
+        try:
+            logits = self._step.run(token, decided, cache)
+        except RuntimeError as error:  # the cache is as it was: a forward writes the token again
+            self._refuse(f"it failed: {(str(error).splitlines() or ['?'])[0][:160]}")
+            return None
         if logits is None:
             return None
-        if not self._checked:
-            self._checked = True
-            cache.take_back()
-            wanted = eager()
-            far = float((logits - wanted).square().mean().sqrt() / wanted.std().clamp_min(1e-9))
-            if not far <= TOLERANCE:  # so that NaN is refused too
-                self._refuse(f"its first logits were off by {far:.2g} of their spread")
-            logits = wanted
-        return Stepped(logits, decided.finish())
+        if self._checked:
+            return Stepped(logits, decided.finish())
+        self._checked = True
+        cache.take_back()
+        wanted, trace = eager()
+        far = float((logits - wanted).square().mean().sqrt() / wanted.std().clamp_min(1e-9))
+        if not far <= TOLERANCE.get(self._model.base.dtype, HALF_TOLERANCE):  # so that NaN is refused too
+            self._refuse(f"its first logits were off by {far:.2g} of their spread")
+        return Stepped(wanted, trace)
 
 
 def shape_of(model: Any) -> Shape:
@@ -225,6 +238,10 @@ def unsupported(model: Any) -> str | None:
         return "the base's weights are not plain"
     if new_cache(base.config) is None:
         return "the base does not keep all keys and values"
+    if _is_tied(base) != bool(
+        getattr(base.config.get_text_config(decoder=True), "tie_word_embeddings", False)
+    ):
+        return "the base's head is not tied to its embedding as its config says"
     if model.engine.step_taps is None or (model.router is not None and model.router.k > TOP):
         return "the router reads more than a token's hidden states on their way, or takes too many adapters"
     for module in base.modules():
@@ -233,3 +250,10 @@ def unsupported(model: Any) -> str | None:
         if isinstance(module, Replacement) and not is_plain(module.base):
             return "an adapter touches a module that is no plain linear"
     return None
+
+
+def _is_tied(base: Any) -> bool:
+    """Whether the head is the input embedding."""
+    head = base.get_output_embeddings()
+    weight = getattr(getattr(head, "base", head), "weight", None)
+    return weight is not None and weight.data_ptr() == base.get_input_embeddings().weight.data_ptr()

@@ -99,6 +99,7 @@ class _Running:
     position: Tensor | None = None
     keys: Sequence[Tensor] = field(default_factory=list)
     values: Sequence[Tensor] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)  # layers whose attention has run
 
     def tap(self, layer: int, hidden: Tensor) -> None:
         torch.ops.molora_step.tap(hidden, self.slots, self.gates, layer)
@@ -188,7 +189,7 @@ class Step(nn.Module):
         """The logits of the next token, (V,) float32. Keys and values are written in place at `position`."""
         running = self._running[0]
         running.slots, running.gates, running.position = slots, gates, position
-        running.keys, running.values = keys, values
+        running.keys, running.values, running.written = keys, values, set()
         named = {self._cache_name: _StepCache(), "use_cache": True}
         output = self.base.forward(input_ids=token, position_ids=position.unsqueeze(0), **named)
         return output.logits[0, -1].float()
@@ -250,9 +251,17 @@ def _register(running: _Running) -> None:
     ) -> tuple[Tensor, None]:
         """query (1, H, 1, D), key (1, G, 1, D), value (1, G, 1, E) -> (1, 1, H, E)."""
         asked = sorted(name for name in _CHANGES if more.get(name) is not None)
+        if attention_mask is not None:
+            asked.append("a mask of its own")
         if asked:
             raise ValueError(f"its attention has {asked[0]}")
         layer = module.layer_idx
+        if layer in running.written:
+            raise ValueError("its attention runs twice in a layer")
+        running.written.add(layer)
+        for new, room in ((key, running.keys[layer]), (value, running.values[layer])):
+            if (new.shape[1], new.shape[3]) != (room.shape[1], room.shape[3]):
+                raise ValueError("it keeps keys and values in another form")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         kept = (running.keys[layer], running.values[layer], running.position)
         return torch.ops.molora_cpu.attend(query, key, value, *kept, scale), None
@@ -261,7 +270,7 @@ def _register(running: _Running) -> None:
 
 
 # what would make an attention another one than softmax(scale q K^T) V
-_CHANGES = ("softcap", "s_aux", "sliding_window", "position_bias", "head_mask")
+_CHANGES = ("softcap", "s_aux", "sinks", "sliding_window", "position_bias", "head_mask", "block_indices")
 
 
 def example_inputs(shape: Shape, step: Step) -> tuple[Any, ...]:
