@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from molora_kernels import backend, cpu_build, cpu_ops
+from molora_kernels import backend, builders, cpu_build, cpu_ops
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -32,6 +33,7 @@ def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cpu"
     folder.mkdir()
     (folder / "kernels.cpp").write_text("int molora_test() { return 1; }\n")
+    (folder / "attend.cpp").write_text("int molora_test_attend() { return 4; }\n")
     (folder / "ops.cpp").write_text("int molora_test_too() { return 2; }\n")
     monkeypatch.setattr(cpu_build, "SOURCES", folder)
     monkeypatch.setenv("MOLORA_CACHE", str(tmp_path / "cache"))
@@ -102,12 +104,12 @@ def test_what_the_compiler_says_is_passed_on(small_sources: Path) -> None:
 
 def test_a_build_in_the_background_is_waited_for(small_sources: Path) -> None:
     code = (
-        "from pathlib import Path; from molora_kernels import cpu_build; import runpy, time\n"
+        "from pathlib import Path; from molora_kernels import cpu_build; import time\n"
         f"cpu_build.SOURCES = Path({str(small_sources)!r})\n"
-        "flags = cpu_build.native_flags(); real = cpu_build._compile\n"
+        "real = cpu_build._compile\n"
         "def slow(*a):\n    print('begun', flush=True); time.sleep(1); return real(*a)\n"
         "cpu_build._compile = slow\n"
-        "cpu_build.build(cpu_build.library_path(flags), cpu_build.find_compiler(), flags)\n"
+        "cpu_build.load()\n"
     )
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "begun\n"
@@ -118,12 +120,66 @@ def test_a_build_in_the_background_is_waited_for(small_sources: Path) -> None:
 
 
 def test_a_build_that_was_killed_is_not_waited_for(small_sources: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    (cpu_build.cache_folder() / f".build-{dead.pid}-x").mkdir(parents=True)
+    """Also where another process has its number now; what it left goes."""
+    path = cpu_build.library_path(cpu_build.native_flags())
+    for name in (f".build-{os.getppid()}-x", f".{path.stem}-x"):
+        (path.parent / name).mkdir(parents=True)
+    builders.lock_path(path).touch()
     said: list[str] = []
     cpu_build.load(said.append)
     assert len(said) == 1
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_another_build_is_not_waited_for_without_end(
+    small_sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_build, "TIMEOUT", 0.1)
+    path = cpu_build.library_path(())
+    path.parent.mkdir(parents=True)
+    lock = builders.take(path)
+    assert lock is not None
+    with pytest.raises(cpu_build.BuildError, match="another process has not"):
+        cpu_build.load(None, ())
+    builders.release(path, lock)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners here")
+def test_a_build_that_others_could_write_is_made_again(small_sources: Path) -> None:
+    cpu_build.load(None, ())
+    path = cpu_build.library_path(())
+    path.parent.chmod(0o775)
+    path.chmod(0o664)
+    told: list[str] = []
+    cpu_build.load(told.append, ())
+    assert len(told) == 1
+    assert path.stat().st_mode & 0o022 == 0 and path.parent.stat().st_mode & 0o022 == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners here")
+def test_a_build_of_another_user_is_refused(small_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_build.load(None, ())
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    real = Path.stat
+
+    def stat(self: Path, **options: bool) -> os.stat_result:
+        found = list(real(self, **options)[:10])
+        found[4] = 999  # st_uid
+        return os.stat_result(found)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(cpu_build.BuildError, match="belongs to another user"):
+        cpu_build.load(None, ())
+
+
+def test_where_no_process_can_begin_it_is_said(small_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(builders.subprocess, "Popen", full)
+    with pytest.raises(cpu_build.BuildError, match="no process can be begun"):
+        cpu_build.start()
+    assert list(cpu_build.cache_folder().iterdir()) == []
 
 
 @pytest.fixture

@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import platformdirs
 import torch
+
+from molora_kernels import builders
 
 SOURCES = Path(__file__).parent / "cpu"
 LIBRARY = "molora_cpu"
 COMPILERS = ("c++", "g++", "clang++")
-TIMEOUT = 600.0  # seconds for one compiler run; a small board takes minutes
+TIMEOUT = 600.0  # seconds for one compiler run, or for another process's build; a small board takes minutes
 
 
 class BuildError(Exception):
@@ -33,8 +34,7 @@ class BuildError(Exception):
 
 def cache_folder() -> Path:
     """Where compiled operators are kept: kernels/ in $MOLORA_CACHE or the user's cache folder."""
-    root = os.environ.get("MOLORA_CACHE") or platformdirs.user_cache_dir("molora")
-    return Path(root).expanduser() / "kernels"
+    return builders.cache_root() / "kernels"
 
 
 def native_flags() -> tuple[str, ...]:
@@ -66,12 +66,12 @@ def library_path(flags: tuple[str, ...], library: str = LIBRARY) -> Path:
 
 
 def find_compiler() -> list[str]:
-    """$CXX, or the first of the usual ones. Raises BuildError where there is none."""
+    """$CXX, or the first of the usual ones, with an absolute path. Raises BuildError where there is none."""
     asked = shlex.split(os.environ.get("CXX", ""))
     for command in [asked] if asked else [[name] for name in COMPILERS]:
         found = shutil.which(command[0])
         if found:
-            return [found, *command[1:]]
+            return [str(Path(found).absolute()), *command[1:]]
     raise BuildError(f"CXX={os.environ['CXX']} is not there" if asked else "no C++ compiler was found")
 
 
@@ -81,10 +81,10 @@ def build(path: Path, compiler: list[str], flags: tuple[str, ...], library: str 
     Raises BuildError where the compiler fails or the folder cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".build-{os.getpid()}-") as folder:
+        builders.make_private(path.parent)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as folder:
             made = _compile(compiler, Path(folder), flags, library)
-            made.replace(path)
+            builders.publish(made, path)
     except OSError as error:
         raise BuildError(f"{path.parent} cannot be written ({error.strerror})") from error
 
@@ -94,18 +94,17 @@ def load(
 ) -> None:
     """Make `torch.ops.<library>` available, compiling it where it is not cached.
 
-    notify: told when compiling begins. flags: None = native_flags(). Raises BuildError.
+    notify: told when compiling begins. flags: None = native_flags(). Raises BuildError, also where others may
+    have written the build.
     """
     flags = native_flags() if flags is None else flags
     path = library_path(flags, library)
+    reason = builders.trusted(path) if path.is_file() else None
     if not path.is_file():
-        compiler = find_compiler()
-        while not path.is_file() and _running():
-            time.sleep(0.2)
-    if not path.is_file():
-        if notify is not None:
-            notify("compiling the CPU kernels, once for this machine: half a minute or less")
-        build(path, compiler, flags, library)
+        _build_or_wait(path, flags, library, notify)
+        reason = builders.trusted(path)
+    if reason is not None:
+        raise BuildError(reason)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -121,36 +120,53 @@ def is_cached() -> bool:
 def start() -> None:
     """Begin the build in a process of its own, which outlives this one, unless one has begun already.
 
-    Raises BuildError where there is no compiler or the folder cannot be written.
+    Raises BuildError where there is no compiler, the folder cannot be written or is open to others, or no
+    process can be begun.
     """
     find_compiler()
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BuildError(f"{folder} cannot be written ({error.strerror})") from error
-    if _running():
+    path = library_path(native_flags())
+    lock = _take(path)
+    if lock is None:
         return
-    low = ["nice", "-n", "10"] if shutil.which("nice") else []
-    subprocess.Popen(
-        [*low, sys.executable, "-m", "molora_kernels.cpu_build"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    try:
+        builders.begin("molora_kernels.cpu_build", [str(path)], path, lock)
+    except OSError as error:
+        raise BuildError(f"no process can be begun ({error.strerror})") from error
 
 
-def _running() -> bool:
-    """Whether a process that is alive compiles into the cache folder."""
-    for folder in cache_folder().glob(".build-*"):
-        number = folder.name.split("-")[1]
-        try:
-            os.kill(int(number), 0)
-        except (ValueError, OSError):
-            continue
-        return True
-    return False
+def _take(path: Path) -> int | None:
+    """The lock of `path`, in a folder without debris; None where another builds it. Raises BuildError."""
+    try:
+        reason = builders.refused(path.parent)
+        if reason is not None:
+            raise BuildError(reason)
+        lock = builders.take(path)
+    except OSError as error:
+        raise BuildError(f"{path.parent} cannot be written ({error.strerror})") from error
+    if lock is not None:
+        builders.sweep(path.parent, path)
+    return lock
+
+
+def _build_or_wait(
+    path: Path, flags: tuple[str, ...], library: str, notify: Callable[[str], None] | None
+) -> None:
+    """Build, or let another process do so that has begun; where it fails it is this one's turn."""
+    compiler = find_compiler()
+    limit = time.monotonic() + TIMEOUT
+    while (lock := _take(path)) is None and not path.is_file():
+        if time.monotonic() > limit:
+            raise BuildError(f"another process has not compiled them within {TIMEOUT:.0f} s")
+        time.sleep(0.2)
+    if lock is None:
+        return
+    try:
+        if not path.is_file():
+            if notify is not None:
+                notify("compiling the CPU kernels, once for this machine: half a minute or less")
+            build(path, compiler, flags, library)
+    finally:
+        builders.release(path, lock)
 
 
 def compile_command(compiler: list[str], source: str, flags: tuple[str, ...], library: str) -> list[str]:
@@ -221,5 +237,14 @@ def _openmp_flags() -> tuple[str, ...]:
     return ("-Xpreprocessor", "-fopenmp") if sys.platform == "darwin" else ("-fopenmp",)
 
 
+def main() -> None:
+    """The process that `start` begins, which holds the lock."""
+    path = Path(sys.argv[1])
+    try:
+        build(path, find_compiler(), native_flags())
+    finally:
+        builders.lock_path(path).unlink(missing_ok=True)
+
+
 if __name__ == "__main__":
-    build(library_path(native_flags()), find_compiler(), native_flags())
+    main()

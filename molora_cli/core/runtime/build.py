@@ -11,37 +11,52 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from molora_cli.core.runtime.package import PackageError
+from molora_kernels import builders, cpu_build
+
+from molora_cli.core.runtime.package import PackageError, PassingError, heard, write_failure
 
 _LITERALS = 4096  # elements of tensors that the model's own code makes; more would not be told as text
 
 
 def build(document: Mapping[str, Any], path: Path) -> None:
-    """Compile the step of this shape into `path`. Raises PackageError; it is there whole or not."""
+    """Compile the step of this shape into `path`. It is there whole or not.
+
+    Raises PackageError where the model cannot be exported, PassingError where anything else is the reason.
+    """
     place = _place(path)
     shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
     try:
-        _compile(document, place / "model.pt2")
-        (place / "model.pt2").replace(path)
+        place.mkdir(parents=True)
+        program, about = _export(document)
+        try:
+            _compile(program, about, place / "model.pt2")
+        except Exception as error:  # lowering and the compiler raise what they like
+            raise PassingError(_line(error)) from error
+        builders.publish(place / "model.pt2", path)
     except PackageError:
         raise
-    except Exception as error:  # tracing, lowering and the compiler raise what they like
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise PackageError(f"{type(error).__name__}: {(lines or [''])[0][:300]}") from error
+    except (OSError, MemoryError, cpu_build.BuildError) as error:
+        raise PassingError(_line(error)) from error
+    except Exception as error:  # and so does tracing
+        raise PackageError(_line(error)) from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
+def _line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {(lines or [''])[0][:300]}"
+
+
 def _place(path: Path) -> Path:
-    """Where this process works; `package.is_building` looks for it."""
+    """Where this process works; `builders.sweep` removes it where the process is killed."""
     return path.parent / f".{path.stem}-{os.getpid()}"
 
 
-def _compile(document: Mapping[str, Any], made: Path) -> None:
+def _export(document: Mapping[str, Any]) -> tuple[Any, str]:
+    """The exported program and what the package is to say of its constants."""
     import torch
     from molora_kernels import cpu_ops
-    from torch._inductor import aoti_compile_and_package
 
     from molora_cli.core.runtime.step import TABLES, Shape, export_step
 
@@ -57,7 +72,12 @@ def _compile(document: Mapping[str, Any], made: Path) -> None:
         for name, tensor in own.items()
         if name in named and isinstance(tensor, torch.Tensor) and not name.endswith(TABLES)
     }
-    about = json.dumps({"sizes": sizes, "literals": literals})
+    return program, json.dumps({"sizes": sizes, "literals": literals})
+
+
+def _compile(program: Any, about: str, made: Path) -> None:
+    from torch._inductor import aoti_compile_and_package
+
     aoti_compile_and_package(
         program,
         package_path=str(made),
@@ -80,18 +100,21 @@ def _literal(name: str, tensor: Any) -> list[Any]:
 
 
 def main() -> None:
+    """The process that `package.start` begins, which holds the lock."""
     order, path = Path(sys.argv[1]), Path(sys.argv[2])
     # what the compiler keeps between runs is of no use to anyone, and goes with the folder
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_place(path) / "inductor")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     tempfile.tempdir = str(_place(path))
-    document = json.loads(order.read_text(encoding="utf-8"))
     try:
-        build(document, path)
-    except PackageError as error:
-        path.with_suffix(".failed").write_text(f"{error}\n", encoding="utf-8")
+        try:
+            build(json.loads(order.read_text(encoding="utf-8")), path)
+            path.with_suffix(".failed").unlink(missing_ok=True)
+        except PackageError as error:
+            write_failure(path, error)
+        heard(path)
     finally:
-        order.unlink(missing_ok=True)
+        builders.lock_path(path).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
