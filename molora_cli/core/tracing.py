@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WINDOW = 512  # documents that are sorted by length together
 WINDOW_CHARACTERS = 1 << 22  # fewer where they are long
-BATCH_TOKENS = 2048  # of one call of the router, padding included: larger ones leave the processor's cache
+BATCH_TOKENS = 1024  # of one call of the router, padding included: larger ones leave the processor's cache
 BLOCK = 1024  # tokens of one document per call
 
 

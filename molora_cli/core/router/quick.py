@@ -12,7 +12,8 @@ from molora_cli.core.router.deciding import Decision
 from molora_cli.core.router.spec import RouterSpec
 from molora_cli.core.router.stack import RouterStack
 
-# Between log-probabilities. Float32 moves them by some 1e-6, 1e-5 at most.
+# Between log-probabilities, or that times the largest of them where that is more than 1. Float32 moves them
+# by some 1e-6.
 CLOSE = 1e-3
 
 
@@ -33,13 +34,15 @@ class Quick:
     def decide(self, ids: Tensor, real: Tensor) -> Decision:
         """The decision about whole documents, ids (B, T) int64, padded on the right; real (B, T) bool.
 
-        Indices are those of `exact`; gates and scores are within 1e-4 of its own, and its own for documents
-        that were decided again. What stands at padding means nothing.
+        Indices are those of `exact`. Scores of the usual size are within 1e-4 of its own, gates within that
+        over the temperature; both are its own where a document was decided again. Padding means nothing.
         """
         found, _ = self._single.decide(ids, None, self._single.start(len(ids)))
         k = self.exact.k
         best = found.scores.topk(min(k + 1, found.scores.shape[-1]), dim=-1).values  # (B, T, G, k + 1)
-        close = ((best.diff(dim=-1) > -CLOSE).any(-1).any(-1) & real).any(1)  # (B,)
+        least = CLOSE * best.abs().amax((-1, -2), keepdim=True).clamp(min=1)
+        apart = best.diff(dim=-1) < -least  # False for NaN too
+        close = ((~apart).any(-1).any(-1) & real).any(1)  # (B,)
         if close.any():
             again, _ = self.exact.decide(ids[close], None, self.exact.start(int(close.sum())))
             found.route.indices[close] = again.route.indices
