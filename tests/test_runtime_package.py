@@ -80,6 +80,7 @@ def test_a_build_that_fails_leaves_its_reason(tmp_path: Path) -> None:
         "extra": [],
         "scaled": [],
         "biased": [],
+        "taps": [],
     }
     path = tmp_path / "step-0.pt2"
     with pytest.raises(PackageError, match="NoSuchModel is no model of transformers"):
