@@ -72,10 +72,11 @@ class Workshop:
         self.said: list[str] = []
         self.failure: str | None = None
 
-    def make(self, document: dict[str, Any], path: Path) -> None:
+    def make(self, document: dict[str, Any], path: Path) -> object:
         if self.failure is not None:
             raise PackageError(self.failure)
         self.orders.append((document, path))
+        return path
 
     def finish(self) -> None:
         for document, path in self.orders:

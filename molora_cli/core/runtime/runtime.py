@@ -18,7 +18,7 @@ from molora_cli.core.routed.outputs import Routed
 from molora_cli.core.routed.route import Route
 from molora_cli.core.runtime.cache import RoomCache, new_cache
 from molora_cli.core.runtime.loaded import LoadedStep, PackagedProgram, Program
-from molora_cli.core.runtime.package import PackageError, failure, package_path, start
+from molora_cli.core.runtime.package import PackageError, damaged, failure, package_path, start, trusted
 from molora_cli.core.runtime.step import TOP, Shape
 from molora_cli.core.trace import Trace
 
@@ -58,8 +58,9 @@ _ASIDE = (
 class Runtime:
     """The compiled step of one routed model, and the way to it.
 
-    notify: told once that it is being compiled, or why it is not. load: how a package becomes a program;
-    make: begins a build. builds: how many builds this object has begun. said: what it has told, in order.
+    notify: told once that it is being compiled, or why it is not. load: how a package becomes a program; make:
+    begins a build, None where another process is at it. builds: how many builds this object has begun. said:
+    what it has told, in order.
     """
 
     def __init__(
@@ -102,15 +103,14 @@ class Runtime:
             return
         self._step, self._path, self._checked = None, path, False
         self._taps = shape.taps
-        if path.is_file():
-            self._open()
+        if path.is_file() and self._open():
             return
         known = failure(path)
         if known is not None:
             return  # it was said when it failed
         try:
-            self._make(document, path)
-            self.builds += 1
+            if self._make(document, path) is not None:  # None: another process is at it
+                self.builds += 1
             self._tell(
                 "the decode step is being compiled in the background, once for this base and machine: some "
                 "minutes; answers get faster then"
@@ -127,22 +127,31 @@ class Runtime:
             self._countdown -= 1
             return
         self._countdown = LOOK_EVERY
-        if self._path.is_file():
-            self._open()
+        if self._path.is_file() and self._open():
             return
         reason = failure(self._path)
         if reason is not None:
             self._path = None
             self._tell(f"the decode step could not be compiled ({reason}): tokens take longer")
 
-    def _open(self) -> None:
-        assert self._path is not None
+    def _open(self) -> bool:
+        """Take the package, or say why not; False where it is gone, because others could have written it."""
+        path = self._path
+        assert path is not None
+        reason = trusted(path)
+        if reason is not None:
+            if not path.is_file():
+                return False
+            self._refuse(reason)
+            return True
         try:
-            program = self._load(self._path)
+            program = self._load(path)
             self._step = LoadedStep(program, self._model.base, self._slots)
         except PackageError as error:
-            self._path.unlink(missing_ok=True)  # damaged: the next start makes it again
+            if damaged(path):
+                path.unlink(missing_ok=True)  # the next start makes it again
             self._refuse(str(error))
+        return True
 
     def _bind(self, step: LoadedStep) -> None:
         self._checked = False
