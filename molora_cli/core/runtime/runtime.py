@@ -59,7 +59,7 @@ class Runtime:
     """The compiled step of one routed model, and the way to it.
 
     notify: told once that it is being compiled, or why it is not. load: how a package becomes a program;
-    make: begins a build, None where another process is at it. builds: how many builds this object has begun. said:
+    make: begins a build, None where another process is at it. builds: how many this object has begun. said:
     what it has told, in order.
     """
 
