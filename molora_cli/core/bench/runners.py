@@ -61,12 +61,15 @@ class Runner:
         if keep:
             named["logits_to_keep"] = keep
         if self.runtime is not None and cache is not None and ids.shape[1] == 1:
-            return self._token(
-                int(ids), cache, lambda: self.model(input_ids=ids, **named).logits[0, -1].float()
-            )
+
+            def eager() -> tuple[Tensor, Any]:
+                output = self.model(input_ids=ids, **named)
+                return output.logits[0, -1].float(), output.trace
+
+            return self._token(int(ids), cache, eager)
         return self.model(input_ids=ids, **named)
 
-    def _token(self, token: int, cache: Any, eager: Callable[[], Tensor]) -> Any:
+    def _token(self, token: int, cache: Any, eager: Callable[[], tuple[Tensor, Any]]) -> Any:
         assert self.runtime is not None
         stepped = self.runtime.token(token, cache, None, eager)
         if stepped is None:
