@@ -142,3 +142,32 @@ def test_a_template_file(tokenizer: Any, tmp_path: Path) -> None:
     for path in (file, tmp_path / "none", tmp_path):
         with pytest.raises(InputError, match="cannot read"):
             use_template_file(tokenizer, path)
+
+
+LOOP = "{% for m in messages %}{{ m['role'] + m.content | trim }}{% if loop.first %}x{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (LOOP, True),
+        (
+            "{% if add_generation_prompt and not tools %}a{% else %}{{ messages[0].content[:3] ~ 'b' }}{% endif %}",
+            True,
+        ),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", False),
+        ("{% for m in messages %}{% for n in messages %}x{% endfor %}{% endfor %}", False),
+        ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", False),
+        ("{% set messages = messages + messages %}" + LOOP, False),
+        ("{% for messages in messages %}x{% endfor %}", False),
+        ("{% for m in messages[0].content %}x{% endfor %}", False),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", False),
+        ("{{ 'x' * 1000000000 }}", False),
+        ("{{ messages | map(attribute='content') | list }}", False),
+        ("{% for m in messages %}", False),
+    ],
+)
+def test_which_templates_need_no_watch(template: str, ends: bool) -> None:
+    from molora_cli.core.chat_template import _ends
+
+    assert _ends(template) == ends

@@ -97,13 +97,14 @@ class Texts:
 
     def _of_message(self, text: str, messages: Any, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which tokens belong to a message; all of them where the template does not let that be found out."""
-        from molora_cli.core.chat_template import TIME_LIMIT, within
+        from molora_cli.core.chat_template import limited
         from molora_cli.core.training.data import Message
         from molora_cli.core.training.encode import TEMPLATE, message_index
 
         turns = [Message(m["role"], m["content"]) for m in messages]
         try:
-            found = within(TIME_LIMIT, lambda: message_index(self._load_full(), text, turns, offsets))
+            tokenizer = self._load_full()
+            found = limited(tokenizer, lambda: message_index(tokenizer, text, turns, offsets))
         except InputError:
             return np.ones(len(offsets), dtype=bool)
         return found != TEMPLATE

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -91,13 +91,21 @@ class Tracer:
         size = WINDOW if self._engine is None else WINDOW // 32
         windows = _windows(documents, size)
         # the next documents are read and tokenised while the last ones are routed
-        with _workers(self._engine) as run, ThreadPoolExecutor(1) as reader:
+        with _workers(self._engine) as run, ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as router:
             coming = reader.submit(_read_window, windows, self._texts)
+            before: Future[Trace] | None = None
             while (read := coming.result()) is not None:
                 coming = reader.submit(_read_window, windows, self._texts)
-                trace = self._trace(read, run)
-                trace.meta = dict(self._meta)
-                yield trace
+                if self._engine is not None:  # it takes long: Ctrl-C is to be heard within it
+                    yield self._trace(read, run)
+                    continue
+                # and these while the caller is at the last ones
+                now = router.submit(self._trace, read, run)
+                if before is not None:
+                    yield before.result()
+                before = now
+            if before is not None:
+                yield before.result()
 
     def _trace(self, window: _Window, run: Run) -> Trace:
         ids, of_message, router = window.ids, window.of_message, self._router
@@ -114,6 +122,7 @@ class Tracer:
             scores=np.zeros((*shape, len(router.experts)), dtype=np.float32),
             experts=router.experts,
             domains=window.domains,
+            meta=dict(self._meta),
             content=np.ones(total, dtype=bool) if of_message else None,
         )
         if trace.content is not None:
