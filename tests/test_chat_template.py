@@ -152,7 +152,7 @@ LOOP = "{% for m in messages %}{{ m['role'] + m.content | trim }}{% if loop.firs
     [
         (LOOP, True),
         (
-            "{% if add_generation_prompt and not x %}a{% else %}{{ messages[0].content[:3] ~ 'b' }}{% endif %}",
+            "{% if add_generation_prompt %}a{% else %}{{ messages[0].content[:3] ~ 'b' }}{% endif %}",
             True,
         ),
         ("{% for i in range(10 ** 9) %}{% endfor %}", False),
