@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from molora_cli.app import app
 from molora_cli.core.router import quick
 from molora_cli.core.router.context import ContextNet, sample_rows
 from molora_cli.core.router.files import join_tensors
@@ -82,6 +87,40 @@ def test_close_choices_are_decided_again_and_padding_is_none(monkeypatch: pytest
     torch.testing.assert_close(found.scores[:2], wanted.scores[:2], atol=1e-12, rtol=0)
     assert not torch.allclose(found.scores[2:], wanted.scores[2:], atol=1e-12, rtol=0)
     torch.testing.assert_close(found.scores, wanted.scores, atol=1e-4, rtol=0)
+
+
+def test_many_documents_are_traced_as_one_by_one(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from molora_cli.core import tracing
+    from molora_cli.core.bundle.store import Bundle
+
+    data = []
+    for name, text in (("one", "1 + 1 = 2 "), ("two", "def f(): ")):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"text": text * (3 + i)}) + "\n" for i in range(12)))
+        data.append(f"--data={name}={file}")
+    trained = CliRunner().invoke(app, ["train-router", str(pair), *data, "--steps", "20", "--force"])
+    assert trained.exit_code == 0, (trained.output, trained.exception)
+    made: list[quick.Quick] = []
+    real = quick.Quick.__init__
+
+    def noted(self: quick.Quick, *stacks: RouterStack) -> None:
+        real(self, *stacks)
+        made.append(self)
+
+    monkeypatch.setattr(quick.Quick, "__init__", noted)
+    texts = [(None, ("1 + 1 = def f(): " * 9)[i : i + 1 + 3 * i]) for i in range(tracing.MANY)]
+    together = tracing.trace_texts(Bundle.open(pair), texts)
+    assert len(made) == 1
+    few = [tracing.trace_texts(Bundle.open(pair), texts[i : i + 32]) for i in (0, 32)]
+    assert len(made) == 1
+    assert np.array_equal(together.indices, np.concatenate([part.indices for part in few]))
+    for part in few:
+        assert part.scores is not None
+    scores = np.concatenate([part.scores for part in few if part.scores is not None])
+    assert together.scores is not None
+    np.testing.assert_allclose(together.scores, scores, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 255, 256, 1000])

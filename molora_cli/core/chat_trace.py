@@ -68,7 +68,7 @@ def _content(
     tokenizer: Any, messages: Messages, ids: Sequence[int], pieces: Mapping[int, str]
 ) -> NDArray[np.bool_] | None:
     """(N,) which tokens are of a message; None where the template does not let that be found out."""
-    from molora_cli.core.chat_template import TIME_LIMIT, merge_system, render, within
+    from molora_cli.core.chat_template import limited, merge_system, render
     from molora_cli.core.training.data import Message
     from molora_cli.core.training.encode import TEMPLATE, message_index
 
@@ -86,7 +86,7 @@ def _content(
         starts = np.concatenate([[0], ends[:-1]])
         offsets = np.stack([characters[starts], characters[ends]], axis=1).astype(np.int64)
         turns = [Message(m["role"], m["content"]) for m in (merge_system(messages) if merged else messages)]
-        found = within(TIME_LIMIT, lambda: message_index(tokenizer, rendered, turns, offsets))
+        found = limited(tokenizer, lambda: message_index(tokenizer, rendered, turns, offsets))
     except InputError:
         return None
     return found != TEMPLATE

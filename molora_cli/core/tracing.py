@@ -26,8 +26,10 @@ from molora_cli.text import shorten
 if TYPE_CHECKING:
     from molora_cli.core.bundle.store import Bundle
     from molora_cli.core.routed.engine import Engine
+    from molora_cli.core.router.quick import Quick
 
 WINDOW = 512  # documents that are sorted by length together
+MANY = 64  # of them make a second router, in float32, worth its start
 WINDOW_CHARACTERS = 1 << 22  # fewer where they are long
 BATCH_TOKENS = 1024  # of one call of the router, padding included: larger ones leave the processor's cache
 BLOCK = 1024  # tokens of one document per call
@@ -55,9 +57,6 @@ class Tracer:
     """A bundle's router with what it reads of the base. Raises InputError where there is no usable router."""
 
     def __init__(self, bundle: Bundle) -> None:
-        import torch
-
-        from molora_cli.core.router.quick import Quick, is_quick
         from molora_cli.core.router.stack import load_router
 
         spec = bundle.router_spec
@@ -68,16 +67,12 @@ class Tracer:
             )
         self._texts = Texts(bundle.base_path)
         self._engine = _engine(bundle)
-        around = _surroundings(bundle)
-        router = self._engine.router if self._engine else load_router(bundle, around)
+        self._around: Any = None if self._engine else _surroundings(bundle)
+        router = self._engine.router if self._engine else load_router(bundle, self._around)
         if router is None:  # the spec is there, so this cannot be: said for the type checker
             raise InputError("the bundle lost its router while it was read", "run it again")
-        self._router = router
+        self._bundle, self._router = bundle, router
         self._quick: Quick | None = None
-        if is_quick(spec):
-            single = load_router(bundle, replace(around, dtype=torch.float32))
-            assert single is not None  # as above
-            self._quick = Quick(router, single)
         self._meta: dict[str, Any] = {
             "bundle": str(bundle.path),
             "digest": bundle.digest,
@@ -107,8 +102,22 @@ class Tracer:
             if before is not None:
                 yield before.result()
 
+    def _make_quick(self) -> Quick | None:
+        """The router once more in float32; None where it would not be sooner."""
+        import torch
+
+        from molora_cli.core.router.quick import Quick, is_quick
+        from molora_cli.core.router.stack import load_router
+
+        if self._around is None or not is_quick(self._router.spec):
+            return None
+        single = load_router(self._bundle, replace(self._around, dtype=torch.float32))
+        return None if single is None else Quick(self._router, single)
+
     def _trace(self, window: _Window, run: Run) -> Trace:
         ids, of_message, router = window.ids, window.of_message, self._router
+        if self._quick is None and len(ids) >= MANY:
+            self._quick = self._make_quick()
         lengths = np.array([len(row) for row in ids], dtype=np.int64)
         starts = np.cumsum(lengths) - lengths
         total = int(lengths.sum())
