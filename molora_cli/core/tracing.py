@@ -26,6 +26,7 @@ from molora_cli.text import shorten
 if TYPE_CHECKING:
     from molora_cli.core.bundle.store import Bundle
     from molora_cli.core.routed.engine import Engine
+    from molora_cli.core.router.kinds import Surroundings
     from molora_cli.core.router.quick import Quick
 
 WINDOW = 512  # documents that are sorted by length together
@@ -67,8 +68,12 @@ class Tracer:
             )
         self._texts = Texts(bundle.base_path)
         self._engine = _engine(bundle)
-        self._around: Any = None if self._engine else _surroundings(bundle)
-        router = self._engine.router if self._engine else load_router(bundle, self._around)
+        self._around: Surroundings | None = None
+        if self._engine is not None:
+            router = self._engine.router
+        else:
+            self._around = _surroundings(bundle)
+            router = load_router(bundle, self._around)
         if router is None:  # the spec is there, so this cannot be: said for the type checker
             raise InputError("the bundle lost its router while it was read", "run it again")
         self._bundle, self._router = bundle, router
@@ -209,7 +214,7 @@ def _engine(bundle: Bundle) -> Engine | None:
     return load(bundle.path, base=str(bundle.base_path), backend="torch").engine
 
 
-def _surroundings(bundle: Bundle) -> Any:
+def _surroundings(bundle: Bundle) -> Surroundings:
     """What the router's stages may read of the base: its embedding only where a stage needs it."""
     from molora_cli.core.base.embedding import read_embedding
     from molora_cli.core.base.structure import read_structure
