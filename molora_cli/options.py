@@ -21,6 +21,10 @@ Base = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Allow code that comes with the base model to run.")
 ]
+Weights = Annotated[
+    str,
+    typer.Option("--weights", help="Of the base's linears: full, or int8, a byte a weight (CPU)."),
+]
 Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same result on one machine.")]
 Data = Annotated[
     Optional[list[str]],  # noqa: UP045

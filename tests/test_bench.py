@@ -204,6 +204,16 @@ def test_routing_is_held_against_as_many_adapters(measured: Callable[..., dict[s
     assert side_of(found, "merged-2")["flops"] < 2 * side_of(found, "token-2")["flops"]
 
 
+def test_int8_weights_are_held_against_full_ones(measured: Callable[..., dict[str, Any]]) -> None:
+    found = measured("decode", sides=("base", "engine", "top1", "engine-int8", "top1-int8"), adapters=3)
+    assert names(found) == ["base", "engine", "top1", "engine-int8", "top1-int8"]
+    eight = side_of(found, "top1-int8")
+    assert eight["ratios"].keys() == {"base", "engine", "top1", "engine-int8"}
+    assert eight["bytes"] < 0.6 * side_of(found, "top1")["bytes"]
+    assert side_of(found, "top1")["ratios"].keys() == {"base", "engine"}
+    assert "int8 weights" in eight["title"] and eight["route_changes"] == 1.0
+
+
 @pytest.mark.slow
 def test_one_graph_of_torch_serves_all_tokens(
     measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch

@@ -146,6 +146,19 @@ def test_an_answer_is_the_one_without_it(chat: RoutedModel, shop: Workshop) -> N
         assert program.runs - before == len(events) - 1  # all but the prompt
 
 
+def test_int8_weights_have_a_step_of_their_own(chat_bundle: Path, shop: Workshop) -> None:
+    model = load(chat_bundle, backend="cpu", weights="int8")
+    wanted = {route: answer(model, new=8, route=route) for route in ("auto", "off")}
+    runtime = shop.runtime(model)
+    shop.finish()
+    runtime.prepare()
+    assert runtime.ready and len(shape_of(model).int8) == 29
+    for route, events in wanted.items():
+        same(answer(model, new=8, route=route), events)
+    assert runtime.ready  # the first logits were compared
+    assert shape_of(load(chat_bundle, backend="cpu")).int8 == ()
+
+
 def test_it_takes_over_in_the_middle_of_an_answer(chat: RoutedModel, shop: Workshop) -> None:
     wanted = answer(chat, new=3 * LOOK_EVERY)
     runtime = shop.runtime(chat)

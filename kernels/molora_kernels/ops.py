@@ -13,30 +13,45 @@ from torch import Tensor
 from molora_kernels import cpu_ops
 from molora_kernels.bank import Bank, Plan
 from molora_kernels.dispatch import routed_linear
+from molora_kernels.int8 import int8_linear
 
 MANY_TOKENS = 64  # a guess: the crossing was not measured
 
 
-def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str = "torch") -> Tensor:
-    """W x + bias. x: (..., in), weight: (out, in), bias: (out,) or None -> (..., out)."""
-    if backend == "cpu" and cpu_ops.takes(x, weight, bias):
-        return torch.ops.molora_cpu.gemv(x, weight, bias, None)
-    return F.linear(x, weight, bias)
+def plain_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    backend: str = "torch",
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """W x + bias. x: (..., in), weight: (out, in) in x's dtype, or int8 with row_scale (out,) float32 (see
+    `int8`), bias: (out,) or None -> (..., out)."""
+    if backend == "cpu" and cpu_ops.takes(x, None if row_scale is not None else weight, bias):
+        return torch.ops.molora_cpu.gemv(x, weight, bias, row_scale)
+    return _product(x, weight, bias, row_scale)
 
 
 def mixed_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, bank: Bank, plan: Plan, backend: str = "torch"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    bank: Bank,
+    plan: Plan,
+    backend: str = "torch",
+    row_scale: Tensor | None = None,
 ) -> Tensor:
     """The mixture of a linear module with a dense weight.
 
-    x: (..., in), leading sizes multiplying to the plan's N; weight: (out, in); bias: (out,) or None. Returns
-    (..., out). A token with no slot chosen gets what `plain_linear` gives: bit for bit up to 16 tokens.
+    x: (..., in), leading sizes multiplying to the plan's N; weight, bias, row_scale as in `plain_linear`.
+    Returns (..., out). A token with no slot chosen gets what `plain_linear` gives: bit for bit up to 16
+    tokens.
     """
-    if backend == "cpu" and _runs(x, bank, plan, weight, bias):
+    if backend == "cpu" and _runs(x, bank, plan, None if row_scale is not None else weight, bias):
         if _masks(x, bank, plan):
-            return _masked(x, plain_linear(x, weight, bias, backend), bank, plan)
-        return torch.ops.molora_cpu.linear(x, weight, bias, None, *cpu_ops.adapters(bank, plan))
-    return routed_linear(x, F.linear(x, weight, bias), bank, plan)
+            return _masked(x, plain_linear(x, weight, bias, backend, row_scale), bank, plan)
+        return torch.ops.molora_cpu.linear(x, weight, bias, row_scale, *cpu_ops.adapters(bank, plan))
+    return routed_linear(x, _product(x, weight, bias, row_scale), bank, plan)
 
 
 def mixed_delta(x: Tensor, y: Tensor, bank: Bank, plan: Plan, backend: str = "torch") -> Tensor:
@@ -46,6 +61,10 @@ def mixed_delta(x: Tensor, y: Tensor, bank: Bank, plan: Plan, backend: str = "to
     if backend == "cpu" and _runs(x, bank, plan, y):
         return torch.ops.molora_cpu.delta(y, x, bank.base_bias, *cpu_ops.adapters(bank, plan))
     return routed_linear(x, y, bank, plan)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, row_scale: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias) if row_scale is None else int8_linear(x, weight, bias, row_scale)
 
 
 def _masks(x: Tensor, bank: Bank, plan: Plan) -> bool:

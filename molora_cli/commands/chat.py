@@ -71,6 +71,7 @@ def command(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     backend: Annotated[str, typer.Option(help="What runs the linears: auto, torch or cpu.")] = "auto",
+    weights: options.Weights = "full",
     compile: Annotated[
         bool,
         typer.Option(
@@ -118,6 +119,7 @@ def command(
         device=device,
         dtype=dtype,
         backend=backend,
+        weights=weights,
         trust_remote_code=trust_remote_code,
         notify=out.note,
     )

@@ -35,10 +35,11 @@ def decode_sides(
     count = STEPS * turns
     router = next((r.router for _, r in runners if r.router is not None and not r.router.live), None)
     fed = random_ids(vocabulary, count, 1) if router is None else changing_ids(router, prompt, count, 1)
-    return [_decode(material, engine, runner, prompt, fed) for engine, runner in runners]
+    return [_decode(engine, runner, prompt, fed) for engine, runner in runners]
 
 
-def _decode(material: Material, engine: Engine, runner: Runner, prompt: Tensor, fed: Tensor) -> Side:
+def _decode(engine: Engine, runner: Runner, prompt: Tensor, fed: Tensor) -> Side:
+    material = engine.material
     whole = torch.cat([prompt, fed], 1)
     context = place = prompt.shape[1]
     steps = STEPS if runner.cached else 1
@@ -73,10 +74,10 @@ def _decode(material: Material, engine: Engine, runner: Runner, prompt: Tensor, 
     )
 
 
-def prefill_sides(material: Material, runners: list[Runner], tokens: int) -> list[Side]:
+def prefill_sides(material: Material, runners: list[tuple[Engine, Runner]], tokens: int) -> list[Side]:
     """A side per runner: a forward of `tokens` ids without a cache before it, logits of the last one."""
     ids = random_ids(material.config.vocab_size, tokens)
-    return [_prefill(material, runner, ids) for runner in runners]
+    return [_prefill(engine.material, runner, ids) for engine, runner in runners]
 
 
 def _prefill(material: Material, runner: Runner, ids: Tensor) -> Side:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from molora_cli.core.base.embedded import embedded_base, embedded_file, read_rec
 from molora_cli.core.base.model import load_base_model
 from molora_cli.core.base.resolve import resolve_base
 from molora_cli.core.bundle.store import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Bundle
+from molora_cli.core.routed.int8 import Int8Linear
 from molora_cli.core.routed.model import RoutedModel
+from molora_cli.core.routed.quantise import quantise_base
 from molora_cli.core.router.context import ContextNet, sample_rows
 from molora_cli.core.router.files import join_tensors
 from molora_cli.core.router.kinds import Surroundings
@@ -27,6 +29,7 @@ from molora_cli.core.router.taps import TapHead, default_taps, tap_groups
 from molora_cli.errors import InputError
 
 RANDOM = "random"
+LINEARS = (nn.Linear, Int8Linear)
 # of SmolLM2-135M
 SIZES: dict[str, Any] = {
     "hidden_size": 576,
@@ -66,9 +69,9 @@ class Material:
         return self.base.config.get_text_config()
 
     @property
-    def linears(self) -> dict[str, nn.Linear]:
+    def linears(self) -> dict[str, nn.Linear | Int8Linear]:
         """The linears of the layers by path, head excluded."""
-        return {n: m for n, m in self.base.named_modules() if isinstance(m, nn.Linear) and _in_layer(n)}
+        return {n: m for n, m in self.base.named_modules() if isinstance(m, LINEARS) and _in_layer(n)}
 
     def copy(self) -> Any:
         """The base once more, on the same weights."""
@@ -81,12 +84,16 @@ class Material:
             self.copy(), self.factors, tokenizer=self.tokenizer, bundle=self.bundle, backend=backend
         ).eval()
 
+    def int8(self) -> Material:
+        """The same adapters on a copy of the base with int8 weights."""
+        base = self.copy()
+        quantise_base(base)
+        return replace(self, base=base)
+
     def part(self, adapters: Sequence[str]) -> Material:
         """The same base with some of the adapters."""
         chosen = {name: self.factors[name] for name in adapters}
-        return Material(
-            self.base, chosen, self.title, self.path, self.gguf, self.bundle, self.seed, self.tokenizer
-        )
+        return replace(self, factors=chosen, _folders={})
 
     def folders(self, root: Path) -> dict[str, Path]:
         """A PEFT folder per adapter: the bundle's own, or written below `root`."""

@@ -15,7 +15,7 @@ from molora_cli.core.bench.ops import op_names, op_sides
 from molora_cli.core.bench.peft_runners import NAMES as PEFT
 from molora_cli.core.bench.peft_runners import peft_runners
 from molora_cli.core.bench.routing import routing_names, routing_references, routing_sides
-from molora_cli.core.bench.runners import BASE, COMPILED, ENGINE, GROUPS, Engine, Runner, base_runner
+from molora_cli.core.bench.runners import BASE, COMPILED, EIGHT, ENGINE, GROUPS, Engine, Runner, base_runner
 from molora_cli.core.bench.timing import Side
 from molora_cli.core.bench.whole import START, start_side, whole_sides
 
@@ -52,8 +52,11 @@ def _models(job: Job, material: Material, backend: str, folder: Path) -> Iterato
     routed = [f"top{k}" for k in job.topk]
     plain = [BASE, ENGINE, *routed, GROUPS]
     there, usual = [*plain, *PEFT], [*plain, *PEFT]
+    if job.bench != "end-to-end":
+        there += [f"{name}{EIGHT}" for name in (ENGINE, *routed)]
     if job.bench == "decode":
-        there += [f"{name}{COMPILED}" for name in (BASE, ENGINE, *routed, GROUPS)] + [PLAIN, LORA]
+        there += [f"{name}{COMPILED}" for name in (BASE, ENGINE, *routed, GROUPS)]
+        there += [f"{name}{EIGHT}{COMPILED}" for name in (ENGINE, *routed)] + [PLAIN, LORA]
         usual += [] if missing(material) else [PLAIN, LORA]
     if job.bench == "end-to-end" and job.bundle is not None:
         there.append(START)
@@ -62,7 +65,6 @@ def _models(job: Job, material: Material, backend: str, folder: Path) -> Iterato
     notes = [] if job.sides else _unasked(job, material)
     pairs, more = _runners(job, material, backend, folder, set(wanted))
     notes += more
-    runners = [runner for _, runner in pairs]
     processes: list[Llama] = []
     try:
         if job.bench == "decode":
@@ -73,9 +75,9 @@ def _models(job: Job, material: Material, backend: str, folder: Path) -> Iterato
             sides += ours
             notes += more
         elif job.bench == "prefill":
-            sides = prefill_sides(material, runners, tokens_of(job))
+            sides = prefill_sides(material, pairs, tokens_of(job))
         else:
-            sides = whole_sides(material, runners, job.context, job.new)
+            sides = whole_sides(material, [runner for _, runner in pairs], job.context, job.new)
         if START in wanted and job.bundle is not None:
             sides.append(start_side(job.bundle, job.base, backend, job.dtype))
         yield Prepared(sides, _held([side.name for side in sides]), notes)
@@ -99,18 +101,11 @@ def _runners(
         for by_torch in (False, True)
         if BASE + (COMPILED if by_torch else "") in wanted
     ]
-    if ENGINE in wanted:
-        pairs.append((engine, engine.plain()))
-    pairs += [(engine, engine.routed(k)) for k in job.topk if f"top{k}" in wanted]
+    pairs += _ours(job, engine, wanted)
     if GROUPS in wanted:
         pairs.append((engine, engine.groups(min(job.topk))))
-    if ENGINE + COMPILED in wanted:
-        alone = Engine(material.part([]), backend, compiled=True)
-        pairs.append((alone, alone.plain()))
-    compiled = [k for k in job.topk if f"top{k}{COMPILED}" in wanted]
-    if compiled:
-        one = Engine(material, backend, compiled=True)
-        pairs += [(one, one.routed(k)) for k in compiled]
+    if any(name.endswith((EIGHT, EIGHT + COMPILED)) for name in wanted):
+        pairs += _ours(job, Engine(material.int8(), backend, mark=EIGHT), wanted)
     if GROUPS + COMPILED in wanted:
         deep = Engine(material, backend, compiled=True)
         pairs.append((deep, deep.groups(min(job.topk))))
@@ -118,11 +113,31 @@ def _runners(
     return [*pairs, *((engine, runner) for runner in others)], notes
 
 
+def _ours(job: Job, engine: Engine, wanted: set[str]) -> list[tuple[Engine, Runner]]:
+    """Our engine without adapters and routed, eager and compiled, on one kind of weights."""
+    material, backend, mark = engine.material, engine.model.backend, engine.mark
+    pairs = []
+    if ENGINE + mark in wanted:
+        pairs.append((engine, engine.plain()))
+    pairs += [(engine, engine.routed(k)) for k in job.topk if f"top{k}{mark}" in wanted]
+    if ENGINE + mark + COMPILED in wanted:
+        alone = Engine(material.part([]), backend, compiled=True, mark=mark)
+        pairs.append((alone, alone.plain()))
+    compiled = [k for k in job.topk if f"top{k}{mark}{COMPILED}" in wanted]
+    if compiled:
+        one = Engine(material, backend, compiled=True, mark=mark)
+        pairs += [(one, one.routed(k)) for k in compiled]
+    return pairs
+
+
 def _held(names: Sequence[str]) -> dict[str, list[str]]:
-    """Every side against transformers' base and against our engine without adapters; a compiled one also
-    against the compiled engine."""
+    """Every side against transformers' base, our engine without adapters and llama.cpp; a compiled one also
+    against the compiled engine, one with int8 weights against the same without."""
     found = {}
     for name in names:
         others = [BASE, ENGINE, *([ENGINE + COMPILED] if name.endswith(COMPILED) else [])]
-        found[name] = [other for other in others if other != name and other in names]
+        if EIGHT in name:
+            others += [name.replace(EIGHT, ""), ENGINE + EIGHT, ENGINE + EIGHT + COMPILED]
+        others += [PLAIN, LORA] if name not in (PLAIN, LORA) else []
+        found[name] = [other for other in dict.fromkeys(others) if other != name and other in names]
     return found

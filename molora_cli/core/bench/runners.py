@@ -24,6 +24,7 @@ from molora_cli.errors import InputError, MoloraError
 BASE, ENGINE, GROUPS = "base", "engine", "groups"
 # after the name of a side: our engine with the compiled step of a chat, the base compiled by torch
 COMPILED = "-compiled"
+EIGHT = "-int8"  # before that: with int8 weights
 
 
 @dataclass
@@ -129,9 +130,10 @@ def base_runner(material: Material, *, compiled: bool = False) -> Runner:
 class Engine:
     """Our engine over one routed model: modes share its weights and adapters."""
 
-    def __init__(self, material: Material, backend: str, *, compiled: bool = False) -> None:
-        """compiled: with the compiled decode step of a chat, made for the first mode that is asked for."""
-        self.material = material
+    def __init__(self, material: Material, backend: str, *, compiled: bool = False, mark: str = "") -> None:
+        """compiled: with the compiled decode step of a chat, made for the first mode that is asked for. mark:
+        of its sides' names, EIGHT where the material has int8 weights."""
+        self.material, self.mark = material, mark
         self.model = material.routed(backend)
         self.compiled = compiled
         self.runtime: Runtime | None = None
@@ -176,8 +178,8 @@ class Engine:
             (select or routed)()
             self.runtime = _compiled(self.model)
         return Runner(
-            name + (COMPILED if self.compiled else ""),
-            title + (", compiled" if self.compiled else ""),
+            name + self.mark + (COMPILED if self.compiled else ""),
+            title + (", int8 weights" if self.mark else "") + (", compiled" if self.compiled else ""),
             self.model,
             top=top if router is None else router.k,
             select=select or routed,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from molora_cli.core.bench.material import Material
+from molora_cli.core.bench.material import LINEARS, Material
 from molora_cli.core.routed.modules import RoutedModule
 
 
 def weight_bytes(model: Any) -> int:
     """Bytes of all linear weights, head included: what one decode step reads."""
-    return sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
+    return sum(m.weight.nbytes for m in model.modules() if isinstance(m, LINEARS))
 
 
 def adapter_elements(material: Material) -> float:
@@ -65,7 +63,7 @@ def way(module: RoutedModule) -> str:
     """What a call without gradients runs: fused op, base module + delta op, or base module + torch twin."""
     from molora_kernels import cpu_ops
 
-    from molora_cli.core.routed.modules import RoutedLinear, is_plain
+    from molora_cli.core.routed.modules import RoutedLinear, is_plain, row_scale
 
     backend = module._context[0].backend
     twin = "base module + torch twin"
@@ -73,7 +71,8 @@ def way(module: RoutedModule) -> str:
         return twin
     if not is_plain(module.base):
         return "base module + delta op"
-    return "fused op" if module.base.weight.dtype == module.A.dtype else twin
+    same = row_scale(module.base) is not None or module.base.weight.dtype == module.A.dtype
+    return "fused op" if same else twin
 
 
 def _head_size(config: Any) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from molora_cli.core.bundle.store import Bundle
-from molora_cli.core.evaluation.baselines import parse_baselines
+from molora_cli.core.evaluation.baselines import ARROW, PEFT_MERGES, XLORA, Baseline, parse_baselines
 from molora_cli.core.evaluation.cost import cache_bytes
 from molora_cli.core.evaluation.document import set_document
 from molora_cli.core.evaluation.harness import check_harness, run_harness
@@ -21,6 +21,7 @@ from molora_cli.core.evaluation.store import NllStore
 from molora_cli.core.evaluation.tasks import TaskOptions, check_tasks, run_tasks
 from molora_cli.core.evaluation.thresholds import check_sets, parse_minimum
 from molora_cli.core.evaluation.tuning import tune
+from molora_cli.core.routed.quantise import FULL
 from molora_cli.core.router.spec import read_spec
 from molora_cli.core.training.data import Example, read_domains
 from molora_cli.core.training.overlap import Seen
@@ -57,6 +58,7 @@ class Job:
     dtype: str = "auto"
     device: str = "auto"
     backend: str = "torch"
+    weights: str = FULL
     cache: bool = True
     tasks: int | None = None
     max_new_tokens: int = 256
@@ -80,6 +82,7 @@ def evaluate(
     """
     _check(job)
     wanted = parse_baselines(job.baselines, bundle.adapters)
+    _check_weights(job, wanted)
     minimum = parse_minimum(job.minimum)
     single = job.limit if job.single is None else job.single
     domains, given = read_sets(job.data, bundle.adapters, job.limit, single)
@@ -112,6 +115,7 @@ def evaluate(
         dtype=job.dtype,
         device=job.device,
         backend=job.backend,
+        weights=job.weights,
         trust_remote_code=job.trust_remote_code,
     )
     measured, notes = _tokenised(lab, sets, job)
@@ -131,6 +135,7 @@ def evaluate(
         "base": bundle.manifest.base.id,
         "adapters": list(bundle.adapters),
         "dtype": str(lab.dtype).removeprefix("torch."),
+        "weights": lab.weights,
         "routers": {r.title: _router_facts(r) for r in routers},
         "overlap": overlap,
         "sets": {m.set.name: set_document(m, job.draws, job.seed) for m in measured},
@@ -176,6 +181,16 @@ def _check(job: Job) -> None:
     if wrong is not None or not job.modes:
         raise InputError(
             f"--modes: '{shorten(wrong or '', 20)}' is no way to route", "give numbers and soft: 1,2,soft"
+        )
+
+
+def _check_weights(job: Job, wanted: Sequence[Baseline]) -> None:
+    """PEFT has no layer for int8 linears of ours, so what it attaches needs full weights."""
+    others = [b.name for b in wanted if b.name in (*PEFT_MERGES, ARROW, XLORA)]
+    if job.weights != FULL and others:
+        raise InputError(
+            f"--weights {shorten(job.weights)}: PEFT attaches {others[0]} to full weights only",
+            "leave --weights out, or name other --baselines",
         )
 
 

@@ -16,6 +16,7 @@ from molora_cli.core.base.model import load_base_model, load_tokenizer, pick_dev
 from molora_cli.core.bundle.store import Bundle
 from molora_cli.core.convert.merge import merge
 from molora_cli.core.routed.model import RoutedModel, resolve_backend
+from molora_cli.core.routed.quantise import FULL, INT8, check_weights, quantise_base
 from molora_cli.core.router.files import load_tensors
 from molora_cli.core.router.kinds import Surroundings
 from molora_cli.core.router.spec import read_spec
@@ -26,7 +27,7 @@ _MULTIPLY = ("weight", "scale")  # settings of a merge that multiply it
 
 
 class Lab:
-    """Models of one bundle. dtype, device, backend: as `molora_cli.load` takes them.
+    """Models of one bundle. dtype, device, backend, weights: as `molora_cli.load` takes them.
 
     Only one model is alive at a time: asking for another one releases the one before it (but for
     `second_base`).
@@ -39,6 +40,7 @@ class Lab:
         dtype: str = "auto",
         device: str = "auto",
         backend: str = "torch",
+        weights: str = FULL,
         trust_remote_code: bool = False,
     ) -> None:
         bundle.verify()
@@ -46,6 +48,8 @@ class Lab:
         self.device = pick_device(device)
         self.dtype = pick_dtype(dtype, self.device)
         self.backend = resolve_backend(backend, self.device)
+        check_weights(weights)
+        self.weights = weights
         self._trust = trust_remote_code
         self.tokenizer = load_tokenizer(bundle.base_path, trust_remote_code=trust_remote_code)
         if self.tokenizer is None:
@@ -82,7 +86,8 @@ class Lab:
         import transformers
 
         versions = [torch.__version__, transformers.__version__]
-        return [self.digest, str(self.dtype), self.device, self.backend, *versions]
+        weights = [] if self.weights == FULL else [self.weights]
+        return [self.digest, str(self.dtype), self.device, self.backend, *weights, *versions]
 
     # -- models ---------------------------------------------------------------
     def base(self) -> Any:
@@ -92,18 +97,22 @@ class Lab:
             self._routed = None
         self._what = None
         if self._base is None:
-            self._base, _ = load_base_model(
-                self.bundle.base_path, dtype=self.dtype, device=self.device, trust_remote_code=self._trust
-            )
+            self._base = self._loaded()
         return self._base
 
     def second_base(self) -> Any:
         """One more copy of the base, which nothing is ever attached to."""
         if self._second is None:
-            self._second, _ = load_base_model(
-                self.bundle.base_path, dtype=self.dtype, device=self.device, trust_remote_code=self._trust
-            )
+            self._second = self._loaded()
         return self._second
+
+    def _loaded(self) -> Any:
+        model, _ = load_base_model(
+            self.bundle.base_path, dtype=self.dtype, device=self.device, trust_remote_code=self._trust
+        )
+        if self.weights == INT8:
+            quantise_base(model)
+        return model
 
     def forget(self) -> None:
         """Drop the base: something has changed it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from molora_cli.core.routed.attach import attach, detach
 from molora_cli.core.routed.engine import AUTO, OFF, Engine
 from molora_cli.core.routed.grow import grow
+from molora_cli.core.routed.quantise import FULL, INT8, check_weights, quantise_base
 from molora_cli.core.routed.route import BASE, Route
 from molora_cli.errors import InputError
 from molora_cli.text import printable
@@ -235,6 +237,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     backend: str = "auto",
+    weights: str = FULL,
     trust_remote_code: bool = False,
     notify: Callable[[str], None] | None = None,
 ) -> RoutedModel:
@@ -242,9 +245,10 @@ def load(
 
     base: where the base is, instead of what the bundle says. device: "cpu", "cuda", ...; "auto" = a GPU where
     there is one. dtype: "float32", "bfloat16", ...; "auto" = float32 on the CPU, else as the base is stored.
-    backend: "torch", "cpu"; "auto" = the fastest that runs here. notify: told of a backend that has to be
-    compiled first or is missing; None = a Python warning. Raises InputError for a bundle that cannot be read
-    or was changed after it was made, a base that does not match, or a backend that is not available.
+    backend: "torch", "cpu"; "auto" = the fastest that runs here. weights: "full", or "int8": the base's
+    linears keep a byte a weight (`routed.int8`). notify: told of a backend that has to be compiled first or
+    is missing, and of weights that stay; None = a Python warning. Raises InputError for a bundle that cannot
+    be read or was changed after it was made, a base that does not match, or a backend that is not available.
     """
     from molora_cli.core.adapter.factors import load_bundle_factors
     from molora_cli.core.base.model import load_base_model, pick_device
@@ -252,12 +256,16 @@ def load(
     from molora_cli.core.router.kinds import Surroundings
     from molora_cli.core.router.stack import load_router
 
+    check_weights(weights)
     backend = resolve_backend(backend, pick_device(device), notify)
     opened = Bundle.open(bundle, base=base)
     opened.verify()
     model, tokenizer = load_base_model(
         opened.base_path, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
+    if weights == INT8:
+        for line in quantise_base(model).lines():
+            (notify or warnings.warn)(line)
     factors = {
         entry.name: load_bundle_factors(opened.folder(entry.name), entry)
         for entry in opened.manifest.adapters

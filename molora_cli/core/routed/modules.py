@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from molora_cli.core.routed.context import Context
+from molora_cli.core.routed.int8 import Int8Linear
 from molora_cli.errors import InputError, MoloraError
 
 if TYPE_CHECKING:
@@ -203,8 +204,9 @@ class RoutedLinear(RoutedModule):
         plan, backend, base = self._plan(x.shape[:-1]), self._context[0].backend, self.base
         if backend != "torch" and is_plain(base):
             if plan is None:
-                return plain_linear(x, base.weight, base.bias, backend)
-            return mixed_linear(x, base.weight, base.bias, self._bank(), plan, backend)
+                return plain_linear(x, base.weight, base.bias, backend, row_scale(base))
+            bank = self._bank()
+            return mixed_linear(x, base.weight, base.bias, bank, plan, backend, row_scale(base))
         y = base(x, *args, **kwargs)
         return y if plan is None else mixed_delta(x, y, self._bank(), plan, backend)
 
@@ -220,7 +222,7 @@ class RoutedLinear(RoutedModule):
 class PlainLinear(Replacement):
     """In place of a linear that no adapter touches, where a backend is faster than the module."""
 
-    def __init__(self, base: nn.Linear, backend: str) -> None:
+    def __init__(self, base: nn.Linear | Int8Linear, backend: str) -> None:
         super().__init__()
         self.base, self.backend = base, backend
 
@@ -228,7 +230,7 @@ class PlainLinear(Replacement):
         """x: (..., in) -> W x + bias, (..., out)."""
         base = self.base
         if is_plain(base):
-            return plain_linear(x, base.weight, base.bias, self.backend)
+            return plain_linear(x, base.weight, base.bias, self.backend, row_scale(base))
         return base(x)
 
     @property
@@ -260,18 +262,23 @@ class RoutedEmbedding(RoutedModule):
         return self.B.shape[0]
 
 
-def is_plain(base: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is W x + bias with a dense weight and nothing around it, so that an operator may
-    stand for it.
+def is_plain(base: nn.Module) -> TypeGuard[nn.Linear | Int8Linear]:
+    """Whether a module is W x + bias with a dense or int8 weight and nothing around it, so that an operator
+    may stand for it.
 
     Read at every call: hooks (offloading) and parametrisations come later.
     """
     return (
-        type(base) is nn.Linear
+        type(base) in (nn.Linear, Int8Linear)
         and type(base.weight) in (Tensor, nn.Parameter)
         and not base._forward_pre_hooks
         and not base._forward_hooks
     )
+
+
+def row_scale(base: nn.Linear | Int8Linear) -> Tensor | None:
+    """What the rows of an int8 weight are to be multiplied with, (out,) float32; None for a dense weight."""
+    return base.row_scale if isinstance(base, Int8Linear) else None
 
 
 def features(base: nn.Module) -> tuple[int, int] | None:
@@ -291,6 +298,8 @@ def features(base: nn.Module) -> tuple[int, int] | None:
 
 def dense_weight(base: nn.Module, path: str) -> Tensor:
     """The weight as (out, in). Raises InputError where the base holds it in another form (quantised)."""
+    if isinstance(base, Int8Linear):
+        return base.widened()
     weight, sizes = getattr(base, "weight", None), features(base)
     if isinstance(weight, Tensor) and weight.is_floating_point() and sizes is not None:
         turned = weight.t() if isinstance(base, (nn.Embedding, Conv1D)) else weight

@@ -48,7 +48,6 @@ class ContextNet(nn.Module):
         projection: int = PROJECTION,
         hidden: int = HIDDEN,
         decays: Sequence[float] = DECAYS,
-        dropout: float = 0.0,
         units: int = 0,
     ) -> None:
         super().__init__()
@@ -56,7 +55,6 @@ class ContextNet(nn.Module):
         self.project = nn.Linear(width, projection)
         self.inner = nn.Linear(projection * (1 + len(self.decays)), hidden)
         self.outer = nn.Linear(hidden, experts)
-        self.drop = nn.Dropout(dropout)
         self.ahead: AheadNet | None = AheadNet(projection, hidden, experts, units) if units else None
 
     @property
@@ -74,7 +72,7 @@ class ContextNet(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits (..., E) of features (..., (1 + D) p), without a look ahead."""
-        out: Tensor = self.outer(self.drop(self.hidden(features)))
+        out: Tensor = self.outer(self.hidden(features))
         return out
 
     def corrected(

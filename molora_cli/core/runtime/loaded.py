@@ -76,7 +76,7 @@ class LoadedStep:
                 continue
             found = own.get(name.removeprefix("base."))
             if found is None and name.endswith(TABLES):
-                found = _nothing(name, own, slots)
+                found = _nothing(name, own, slots, base.dtype)
             if found is None:
                 raise PackageError(f"the base has no tensor {name}")
             size = about["sizes"].get(name)
@@ -136,16 +136,16 @@ def _write(planned: Planned, slots: Tensor, gates: Tensor) -> None:
         gates[first:end, 0, :k] = route.gates[0, 0, 0].float()
 
 
-def _nothing(name: str, own: dict[str, Tensor], slots: int) -> Tensor | None:
+def _nothing(name: str, own: dict[str, Tensor], slots: int, dtype: torch.dtype) -> Tensor | None:
     """The table of a linear that no adapter touches."""
     path, _, table = name.removeprefix("base.").rpartition(".")
     weight = own.get(f"{path}.base.weight")
     if weight is None:
         return None
     if table == "A":
-        return weight.new_zeros(0, weight.shape[1])
+        return torch.zeros(0, weight.shape[1], dtype=dtype)
     if table == "B":
-        return weight.new_zeros(0, weight.shape[0]).t()
+        return torch.zeros(0, weight.shape[0], dtype=dtype).t()
     if table == "extent":
         return torch.zeros(slots, 2, dtype=torch.int64)
     return torch.zeros(slots) if table == "scale" else None

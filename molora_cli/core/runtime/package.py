@@ -24,7 +24,7 @@ _HERE, _KERNELS = Path(__file__).parent, Path(cpu_build.__file__).parent
 # a change in these makes other packages
 SOURCES = (
     *(_HERE / name for name in ("step.py", "build.py")),
-    *(_HERE.parent / "routed" / name for name in ("attach.py", "live.py", "modules.py")),
+    *(_HERE.parent / "routed" / name for name in ("attach.py", "int8.py", "live.py", "modules.py")),
     _KERNELS / "cpu_ops.py",
 )
 DAY = 86400.0  # seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from molora_kernels.cpu_ops import DTYPES
 from torch import Tensor
 
 from molora_cli.core.routed.attach import layer_number
+from molora_cli.core.routed.int8 import Int8Linear
 from molora_cli.core.routed.modules import Replacement, RoutedLinear, RoutedModule, is_plain
 from molora_cli.core.routed.outputs import Routed
 from molora_cli.core.routed.route import Route
@@ -231,6 +232,7 @@ def shape_of(model: Any) -> Shape:
         scaled=tuple(sorted(p for p, m in routed.items() if m.out_scale is not None)),
         biased=tuple(sorted(p for p, m in routed.items() if m.out_bias is not None)),
         taps=model.engine.step_taps or (),
+        int8=tuple(sorted(p for p, m in _linears(model.base) if isinstance(m, Int8Linear))),
     )
 
 
@@ -247,7 +249,8 @@ def unsupported(model: Any) -> str | None:
         return "the base's weights are not plain"
     if new_cache(base.config) is None:
         return "the base does not keep all keys and values"
-    if _is_tied(base) != bool(
+    head = base.get_output_embeddings()
+    if not isinstance(getattr(head, "base", head), Int8Linear) and _is_tied(base) != bool(
         getattr(base.config.get_text_config(decoder=True), "tie_word_embeddings", False)
     ):
         return "the base's head is not tied to its embedding as its config says"
@@ -259,6 +262,13 @@ def unsupported(model: Any) -> str | None:
         if isinstance(module, Replacement) and not is_plain(module.base):
             return "an adapter touches a module that is no plain linear"
     return None
+
+
+def _linears(base: Any) -> Iterator[tuple[str, Any]]:
+    """Path and own module of every linear that something stands in for."""
+    for path, module in base.named_modules():
+        if isinstance(module, Replacement):
+            yield path, module.base
 
 
 def _is_tied(base: Any) -> bool:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from molora_cli.core.routed.attach import layer_number, put
+from molora_cli.core.routed.int8 import Int8Linear
 from molora_cli.core.routed.live import LayerHooks
-from molora_cli.core.routed.modules import Replacement
+from molora_cli.core.routed.modules import Replacement, row_scale
 
 TOP = 8  # adapters that a token may take in one layer
 ATTENTION = "molora_step"
@@ -69,7 +70,7 @@ class Shape:
     kind: class of transformers. config: of the base. dtype: "float32", ... adapters: False where there are
     none at all, so that every linear is a plain product. extra: linears outside the layers (the head) that
     adapters touch. scaled, biased: linears with a table of output scales (DoRA) or biases. taps: layers whose
-    input a router reads.
+    input a router reads. int8: linears with int8 weights.
     """
 
     kind: str
@@ -80,13 +81,14 @@ class Shape:
     scaled: tuple[str, ...] = ()
     biased: tuple[str, ...] = ()
     taps: tuple[int, ...] = ()
+    int8: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Shape:
-        lists = {name: tuple(document[name]) for name in ("extra", "scaled", "biased", "taps")}
+        lists = {name: tuple(document[name]) for name in ("extra", "scaled", "biased", "taps", "int8")}
         return cls(**{**document, **lists})
 
 
@@ -106,8 +108,9 @@ class _Running:
 
 
 class StepLinear(Replacement):
-    """In place of a linear. row: whose slots and gates it takes, None = no adapters."""
+    """In place of a linear. row: whose slots and gates it takes, None = no adapters. dtype: of factors."""
 
+    base: nn.Linear | Int8Linear
     A: nn.Parameter
     B: nn.Parameter
     extent: Tensor
@@ -116,7 +119,13 @@ class StepLinear(Replacement):
     out_bias: Tensor | None
 
     def __init__(
-        self, base: nn.Linear, running: _Running, row: int | None, scaled: bool, biased: bool
+        self,
+        base: nn.Linear | Int8Linear,
+        running: _Running,
+        row: int | None,
+        scaled: bool,
+        biased: bool,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.base, self.row = base, row
@@ -124,7 +133,6 @@ class StepLinear(Replacement):
         if row is None:
             return
         out, inputs = base.weight.shape
-        dtype = base.weight.dtype
         self.A = nn.Parameter(torch.empty(_RANK, inputs, dtype=dtype), requires_grad=False)
         self.B = nn.Parameter(torch.empty(_RANK, out, dtype=dtype).t(), requires_grad=False)
         self.register_buffer("extent", torch.zeros(_SLOTS, 2, dtype=torch.int64))
@@ -135,15 +143,14 @@ class StepLinear(Replacement):
     def forward(self, x: Tensor) -> Tensor:
         """x (1, 1, in) -> (1, 1, out)."""
         ops, base = torch.ops.molora_cpu, self.base
+        own = (base.weight, base.bias, row_scale(base))
         if self.row is None:
-            return ops.gemv(x, base.weight, base.bias, None)
+            return ops.gemv(x, *own)
         running = self._running[0]
         assert running.slots is not None and running.gates is not None
         slots, gates = running.slots[self.row], running.gates[self.row]
         tables = (self.A, self.B, self.extent, self.scale)
-        return ops.linear(
-            x, base.weight, base.bias, None, *tables, slots, gates, self.out_scale, self.out_bias
-        )
+        return ops.linear(x, *own, *tables, slots, gates, self.out_scale, self.out_bias)
 
     @property
     def in_features(self) -> int:
@@ -214,10 +221,12 @@ def make_step(shape: Shape) -> Step:
     base.to_empty(device="cpu")  # memory that nobody touches takes none
     base.tie_weights()
     base.requires_grad_(False)
+    dtype = getattr(torch, shape.dtype)
     for path, module in list(base.named_modules()):
         if type(module) is nn.Linear:
-            row = _row(path, shape, config)
-            put(base, path, StepLinear(module, running, row, path in shape.scaled, path in shape.biased))
+            own = Int8Linear.empty(module) if path in shape.int8 else module
+            has = (path in shape.scaled, path in shape.biased)
+            put(base, path, StepLinear(own, running, _row(path, shape, config), *has, dtype))
     if shape.taps:
         LayerHooks(base, shape.taps, running.tap)
     takes = inspect.signature(base.forward).parameters

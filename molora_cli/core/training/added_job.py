@@ -25,9 +25,9 @@ from molora_cli.core.router.kinds import Surroundings
 from molora_cli.core.router.moments import Moments
 from molora_cli.core.router.spec import RouterSpec, StageSpec
 from molora_cli.core.router.taps import LDA, MLP
+from molora_cli.core.training.halves import one_thread
 from molora_cli.core.training.overlap import united
 from molora_cli.core.training.router_job import Job, base_tokenizer, read_rows, recorder
-from molora_cli.core.training.router_loop import one_thread
 from molora_cli.core.training.router_rows import MIXED, RouterRows, RouterSettings, TokenRow, prepare
 from molora_cli.errors import InputError
 from molora_cli.out import Ticker, no_ticks

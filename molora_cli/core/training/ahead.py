@@ -7,7 +7,9 @@ as they are. What it reads is computed once; no base forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,87 +17,109 @@ from torch import Tensor
 
 from molora_cli.core.router.context import ContextNet
 from molora_cli.core.router.spans import AheadNet, remember, start_spans
-from molora_cli.core.training.router_rows import (
-    MIXED,
-    AheadSettings,
-    RouterRows,
-    TokenRow,
-    collate,
-    collate_ahead,
+from molora_cli.core.training.context_batches import ContextBatches
+from molora_cli.core.training.halves import (
+    HALVES,
+    Part,
+    dropped,
+    generator,
+    in_order_of_length,
+    mean_gradients,
 )
+from molora_cli.core.training.router_rows import MIXED, AheadSettings, RouterRows, TokenRow
 from molora_cli.out import Ticker, no_ticks
 
 ROWS, MIXES = 300, 1200  # rows per domain and rows that change domain that are read at most
 _KEPT = 0.3  # of the tokens that lead to nothing
-_AT_ONCE = 16
-
-
-# (context network, ids (B, T)) -> context features (B, T, F)
-Features = Callable[[ContextNet, Tensor], Tensor]
 
 
 @torch.no_grad()
 def _read(
-    net: ContextNet, ahead: AheadNet, features: Features, cuts: Tensor, rows: Sequence[TokenRow]
+    net: ContextNet,
+    ahead: AheadNet,
+    batches: ContextBatches,
+    rows: Sequence[TokenRow],
+    draws: torch.Generator,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the network reads of the tokens that it learns from (N, ...) float16, their logits (N, E), targets
     (N, E) and which of them lead to a part (N,)."""
-    found: list[tuple[Tensor, ...]] = []
-    ordered = sorted(rows, key=lambda r: len(r.ids))
-    for first in range(0, len(ordered), _AT_ONCE):
-        part = ordered[first : first + _AT_ONCE]
-        ids, _, _ = collate(part)
-        labels, lead = collate_ahead(part)
-        f = features(net, ids)
-        hidden = net.hidden(f)
-        logits: Tensor = net.outer(hidden)
-        state = start_spans(len(ids), len(logits[0, 0]), net.projection, dtype=f.dtype, device=f.device)
-        spans, _ = remember(logits.softmax(-1), f[..., : net.projection], cuts[ids], None, state)
-        real = torch.arange(ids.shape[1]) < torch.tensor([len(r.ids) for r in part])[:, None]
-        wanted = real & (lead | (torch.rand(labels.shape) < _KEPT))
-        read = ahead.read(f[wanted], hidden[wanted], logits[wanted], spans[wanted])
-        known = (labels[wanted] >= 0).unsqueeze(-1)
-        own = F.one_hot(labels[wanted].clamp(min=0), logits.shape[-1]).float()
-        target = torch.where(known, own, logits[wanted].softmax(-1))
-        found.append((read.half(), logits[wanted], target, lead[wanted]))
-    read, logits, target, lead = (torch.cat(column) for column in zip(*found, strict=True))
-    return read, logits, target, lead
+    ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in rows], batch_first=True)  # (B, T)
+    real = torch.arange(ids.shape[1]) < torch.tensor([len(row.ids) for row in rows])[:, None]
+    features = batches.features(net, [row.ids for row in rows])  # (n, F), n = all tokens of the rows
+    hidden = net.hidden(features)
+    logits: Tensor = net.outer(hidden)
+    experts = logits.shape[-1]
+    p = logits.new_zeros(*ids.shape, experts)
+    own = logits.new_zeros(*ids.shape, net.projection)
+    p[real], own[real] = logits.softmax(-1), features[:, : net.projection]
+    state = start_spans(len(ids), experts, net.projection, dtype=p.dtype, device=p.device)
+    spans, _ = remember(p, own, batches.cuts[ids], None, state)
+
+    labels = torch.cat([row.led for row in rows])
+    lead = torch.cat([torch.zeros_like(row.completion) if row.lead is None else row.lead for row in rows])
+    wanted = lead | (torch.rand(len(lead), generator=draws) < _KEPT)
+    logits, labels = logits[wanted], labels[wanted]
+    read = ahead.read(features[wanted], hidden[wanted], logits, spans[real][wanted])
+    known = (labels >= 0).unsqueeze(-1)
+    target = torch.where(known, F.one_hot(labels.clamp(min=0), experts).float(), logits.softmax(-1))
+    return read.half(), logits, target, lead[wanted]
+
+
+def _part(
+    ahead: AheadNet,
+    read: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    settings: AheadSettings,
+    draws: torch.Generator,
+) -> Part:
+    """Cross-entropy of some tokens; the tensors as `_read` gives them."""
+    corrected = ahead.correct(dropped(read.float(), settings.dropout, draws), logits)
+    loss = F.cross_entropy(corrected, target, label_smoothing=settings.smoothing, reduction="sum")
+    return Part(loss, len(target))
 
 
 def fit_ahead(
     net: ContextNet,
-    features: Features,
-    cuts: Tensor,
+    batches: ContextBatches,
     rows: RouterRows,
     settings: AheadSettings,
+    pool: Executor,
     *,
+    seed: int = 0,
     ticker: Ticker = no_ticks,
 ) -> AheadNet | None:
     """The network for a trained context network; None where no token leads to anything.
 
-    cuts (V,) bool: ids that cut spans. Random numbers come from torch's generator.
+    pool: see `halves.threads`. Its first weights come from torch's generator, all else from the seed.
     """
     chosen = [row for name in rows.experts for row in rows.train[name][:ROWS]]
     chosen += rows.train.get(MIXED, [])[:MIXES]
-    net.eval()
-    experts = net.outer.out_features
-    width = net.inner.out_features
-    ahead = AheadNet(net.projection, width, experts, settings.units)
-    read, logits, target, lead = _read(net, ahead, features, cuts, chosen)
+    ahead = AheadNet(net.projection, net.inner.out_features, net.outer.out_features, settings.units)
+    parts = in_order_of_length(chosen)
+    draws = [generator(seed, "read", number) for number in range(len(parts))]
+    found = pool.map(partial(_read, net, ahead, batches), parts, draws)
+    read, logits, target, lead = (torch.cat(column) for column in zip(*found, strict=True))
     leading, others = lead.nonzero()[:, 0], (~lead).nonzero()[:, 0]
     if not len(leading) or not len(others):
         return None
+
+    def half(here: Tensor, draws: torch.Generator) -> Part:
+        return _part(ahead, read[here], logits[here], target[here], settings, draws)
+
     some = round(settings.batch * settings.lead_share)
     optimizer = torch.optim.AdamW(ahead.parameters(), settings.lr, weight_decay=settings.weight_decay)
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * (1 - step / settings.steps)
-        few = leading[torch.randint(len(leading), (some,))]
-        here = torch.cat([few, others[torch.randint(len(others), (settings.batch - some,))]])
-        corrected = ahead.correct(F.dropout(read[here].float(), settings.dropout), logits[here])
-        loss = F.cross_entropy(corrected, target[here], label_smoothing=settings.smoothing)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        own = generator(seed, "ahead", step)
+        few = leading[torch.randint(len(leading), (some,), generator=own)]
+        rest = others[torch.randint(len(others), (settings.batch - some,), generator=own)]
+        halves = [
+            partial(half, here, generator(seed, "ahead", step, number))
+            for number, here in enumerate(torch.cat([few, rest]).chunk(HALVES))
+        ]
+        loss, _ = mean_gradients(pool, ahead.parameters(), halves)
         optimizer.step()
-        ticker(step + 1, settings.steps, f"ahead, loss {float(loss.detach()):.3f}")
+        ticker(step + 1, settings.steps, f"ahead, loss {loss:.3f}")
     return ahead.eval()

@@ -1,9 +1,8 @@
 """Trains a context router on labelled tokens: no forward of the base, seconds on a laptop.
 
-Bit-for-bit reproducible on one machine: a step's rows follow from seed and step, dropout from torch's
-generator, whose state is kept in the checkpoint, so that a resumed run ends in the weights of an
-uninterrupted one. It runs on one thread: the matrices are small, and the result must not depend on the number
-of cores.
+Bit-for-bit reproducible on one machine: a step's rows and dropout follow from seed and step, so that a
+resumed run ends in the weights of an uninterrupted one. A step runs in two halves, see `halves`: the result
+does not depend on the number of cores.
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from molora_cli.core.router.context import ContextNet, normalised, sample_rows
-from molora_cli.core.router.features import (
-    causal_averages,
-    centre_and_scale,
-    context_features,
-    start_averages,
-)
+from molora_cli.core.router.context import ContextNet
 from molora_cli.core.router.files import tensor_name
 from molora_cli.core.router.moments import Moments
 from molora_cli.core.router.spec import RouterSpec, StageSpec
 from molora_cli.core.training.ahead import fit_ahead
-from molora_cli.core.training.router_rows import RouterRows, RouterSettings, TokenRow, collate, draw_batch
+from molora_cli.core.training.context_batches import ContextBatches
+from molora_cli.core.training.halves import (
+    Part,
+    dropped,
+    generator,
+    in_order_of_length,
+    mean_gradients,
+    split,
+    threads,
+)
+from molora_cli.core.training.router_rows import RouterRows, RouterSettings, TokenRow, draw_batch
 from molora_cli.errors import InputError, MoloraError
 from molora_cli.out import Ticker, no_ticks
 
@@ -60,70 +65,40 @@ class Trained:
     seconds: float
 
 
-class _Batches:
-    """Projects only the distinct tokens of a batch: most tokens of a text repeat."""
-
-    def __init__(self, embedding: Tensor, cuts: Sequence[int]) -> None:
-        self.cuts = torch.zeros(len(embedding), dtype=torch.bool)
-        self.cuts[[i for i in cuts if 0 <= i < len(embedding)]] = True
-        self.sampled, self.samples = sample_rows(embedding)
-        self.centre, self.scale = centre_and_scale(embedding)
-        self.table = normalised(embedding, self.centre, self.scale)  # (V, d) float32
-
-    def features(self, net: ContextNet, ids: Tensor, wanted: Tensor) -> Tensor:
-        """Context features (N, (1 + D) p) of the N tokens of ids (B, T) where `wanted` (B, T) is True,
-        differentiable in the projection."""
-        distinct, where = torch.unique(ids, return_inverse=True)
-        e = F.embedding(where, net.project(self.table[distinct]))
-        state = start_averages(ids.shape[0], net.projection, net.decays, dtype=torch.float32)
-        averages, _ = causal_averages(e, None, state, net.decays)
-        return context_features(e[wanted], averages[wanted])
-
-    def all(self, net: ContextNet, ids: Tensor) -> Tensor:
-        """Those of all tokens, (B, T, (1 + D) p)."""
-        return self.features(net, ids, torch.ones_like(ids, dtype=torch.bool)).view(*ids.shape, -1)
-
-
-def _loss(
-    net: ContextNet, batches: _Batches, rows: Sequence[TokenRow], smoothing: float
-) -> tuple[Tensor, float]:
-    """Mean cross-entropy over labelled tokens, and the share of them that is right."""
-    ids, labels, _ = collate(rows)
+def _part(
+    net: ContextNet,
+    batches: ContextBatches,
+    rows: Sequence[TokenRow],
+    smoothing: float = 0.0,
+    dropout: float = 0.0,
+    draws: torch.Generator | None = None,
+) -> Part:
+    """Cross-entropy over the rows' labelled tokens. draws: where the dropout of hidden units comes from."""
+    labels = torch.cat([row.labels for row in rows])
     known = labels >= 0
-    logits = net(batches.features(net, ids, known))
-    right = (logits.detach().argmax(-1) == labels[known]).float().mean()
-    return F.cross_entropy(logits, labels[known], label_smoothing=smoothing), float(right)
+    hidden = net.hidden(batches.features(net, [row.ids for row in rows], known))
+    logits = net.outer(hidden if draws is None else dropped(hidden, dropout, draws))
+    right = int((logits.detach().argmax(-1) == labels[known]).sum())
+    loss = F.cross_entropy(logits, labels[known], label_smoothing=smoothing, reduction="sum")
+    return Part(loss, len(logits), right)
 
 
-@torch.no_grad()
 def _held_out(
-    net: ContextNet, batches: _Batches, rows: RouterRows, size: int = 16
+    net: ContextNet, batches: ContextBatches, rows: RouterRows, pool: Executor
 ) -> dict[str, tuple[float, float]]:
     """Loss and token accuracy per held-out group, the mixes among them."""
-    net.eval()
+
+    @torch.no_grad()
+    def measure(part: Sequence[TokenRow]) -> Part:
+        return _part(net, batches, part)
+
     found = {}
     for name, group in rows.held_out.items():
-        ordered = sorted(group, key=lambda r: len(r.ids))
-        total = right = tokens = 0.0
-        for first in range(0, len(ordered), size):
-            part = ordered[first : first + size]
-            n = float(sum(int((r.labels >= 0).sum()) for r in part))
-            loss, accuracy = _loss(net, batches, part, 0.0)
-            total, right, tokens = total + float(loss) * n, right + accuracy * n, tokens + n
+        parts = list(pool.map(measure, in_order_of_length(group)))
+        tokens = sum(p.tokens for p in parts)
         if tokens:
-            found[name] = (total / tokens, right / tokens)
-    net.train()
+            found[name] = (sum(float(p.loss) for p in parts) / tokens, sum(p.right for p in parts) / tokens)
     return found
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -180,20 +155,22 @@ def train_context(
     work: Path | None = None,
     resume: bool = False,
     again: str = "",
+    workers: int | None = None,
     ticker: Ticker = no_ticks,
     record: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> Trained:
     """Train on `rows` for the input embedding (V, d) of the base.
 
     work: folder of the checkpoint (None: none is kept, Ctrl-C loses the run); resume: go on from it. again:
-    the command that resumes, for the message. record: called with one line of metrics per evaluation.
+    the command that resumes, for the message. workers: threads, which change no bit of the result; None: two,
+    where torch may use two cores. record: called with one line of metrics per evaluation.
     Raises Interrupted on Ctrl-C, InputError where there is nothing to resume or it belongs to another run.
     """
     began = time.monotonic()
     key = f"{rows.digest} {settings.digest()}"
     checkpoint = work / CHECKPOINT if work is not None else None
-    batches = _Batches(embedding, rows.cuts)
-    with torch.random.fork_rng(devices=[]), one_thread():
+    batches = ContextBatches(embedding, rows.cuts, settings.decays)
+    with torch.random.fork_rng(devices=[]), threads(workers) as pool:
         torch.manual_seed(settings.seed)
         net = ContextNet(
             embedding.shape[1],
@@ -201,34 +178,30 @@ def train_context(
             projection=settings.projection,
             hidden=settings.hidden,
             decays=settings.decays,
-            dropout=settings.dropout,
-        ).train()
+        )
         optimizer = torch.optim.AdamW(net.parameters(), settings.lr, weight_decay=settings.weight_decay)
         progress: dict[str, Any] = {"step": 0, "best": None, "best_loss": None, "best_step": 0, "bad": 0}
         if resume and checkpoint is not None:
             saved = load_checkpoint(checkpoint, key)
             net.load_state_dict(saved["net"])
             optimizer.load_state_dict(saved["optimizer"])
-            torch.set_rng_state(saved["rng"])
             progress = saved["progress"]
 
         def keep() -> None:
             if checkpoint is not None:
                 parts = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
-                save_checkpoint(
-                    checkpoint, {"key": key, "rng": torch.get_rng_state(), "progress": progress, **parts}
-                )
+                save_checkpoint(checkpoint, {"key": key, "progress": progress, **parts})
 
         with stop_flag() as stop:
             while progress["step"] < settings.steps and progress["bad"] < settings.patience:
                 if stop():
                     keep()
                     raise interrupted(progress["step"], settings.steps, checkpoint, again)
-                loss, accuracy = _step(net, optimizer, batches, rows, settings, progress["step"])
+                loss, accuracy = _step(net, optimizer, batches, rows, settings, progress["step"], pool)
                 progress["step"] += 1
                 ticker(progress["step"], settings.steps, f"loss {loss:.3f}")
                 if progress["step"] % settings.every == 0 or progress["step"] == settings.steps:
-                    found = _held_out(net, batches, rows)
+                    found = _held_out(net, batches, rows, pool)
                     _note_best(progress, net, found)
                     keep()
                     record(
@@ -236,11 +209,10 @@ def train_context(
                     )
         if progress["best"] is not None:
             net.load_state_dict(progress["best"])
-        net.eval()
         if settings.ahead is not None:  # a short run looks ahead as briefly
             ahead = replace(settings.ahead, steps=min(settings.ahead.steps, 2 * settings.steps))
-            net.ahead = fit_ahead(net, batches.all, batches.cuts, rows, ahead, ticker=ticker)
-        trained = _finish(net, batches, rows, settings)
+            net.ahead = fit_ahead(net, batches, rows, ahead, pool, seed=settings.seed, ticker=ticker)
+        trained = _finish(net, batches, rows, settings, pool)
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     early = progress["step"] < settings.steps
@@ -252,19 +224,30 @@ def train_context(
 def _step(
     net: ContextNet,
     optimizer: torch.optim.Optimizer,
-    batches: _Batches,
+    batches: ContextBatches,
     rows: RouterRows,
     settings: RouterSettings,
     step: int,
+    pool: Executor,
 ) -> tuple[float, float]:
     for group in optimizer.param_groups:
         group["lr"] = settings.lr * (1 - step / settings.steps)
-    loss, accuracy = _loss(net, batches, draw_batch(rows, settings, step), settings.smoothing)
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    parts = [
+        partial(
+            _part,
+            net,
+            batches,
+            half,
+            settings.smoothing,
+            settings.dropout,
+            generator(settings.seed, step, number),
+        )
+        for number, half in enumerate(split(draw_batch(rows, settings, step)))
+    ]
+    loss, accuracy = mean_gradients(pool, net.parameters(), parts)
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     optimizer.step()
-    return float(loss.detach()), accuracy
+    return loss, accuracy
 
 
 def _note_best(progress: dict[str, Any], net: ContextNet, found: Mapping[str, tuple[float, float]]) -> None:
@@ -305,32 +288,38 @@ def interrupted(step: int, steps: int, checkpoint: Path | None, again: str) -> M
     )
 
 
-@torch.no_grad()
-def _statistics(net: ContextNet, batches: _Batches, rows: RouterRows) -> dict[str, Tensor]:
+def _statistics(
+    net: ContextNet, batches: ContextBatches, rows: RouterRows, pool: Executor
+) -> dict[str, Tensor]:
     """The features' `Moments`, so that a closed-form expert can be added later without the old rows.
 
     Products are float32 (the features are layer-normed, a few thousand rows), sums float64.
     """
     experts, width = len(rows.experts), net.inner.in_features
+
+    @torch.no_grad()
+    def sums(part: Sequence[TokenRow]) -> tuple[Tensor, Tensor, Tensor]:
+        labels = torch.cat([row.labels for row in part])
+        known = labels >= 0
+        found = batches.features(net, [row.ids for row in part], known)  # (N, F)
+        total = torch.zeros(experts, width, dtype=torch.float64)
+        total.index_add_(0, labels[known], found.double())
+        return torch.bincount(labels[known], minlength=experts), total, (found.T @ found).double()
+
+    chosen = [row for group in rows.train.values() for row in group[:_STATISTICS_ROWS]]
     count = torch.zeros(experts, dtype=torch.float64)
     total = torch.zeros(experts, width, dtype=torch.float64)
     square = torch.zeros(width, width, dtype=torch.float64)
-    chosen = [row for group in rows.train.values() for row in group[:_STATISTICS_ROWS]]
-    chosen.sort(key=lambda r: len(r.ids))
-    for first in range(0, len(chosen), 16):
-        ids, labels, _ = collate(chosen[first : first + 16])
-        known = labels >= 0
-        found = batches.features(net, ids, known)  # (N, F)
-        square += (found.T @ found).double()
-        count += torch.bincount(labels[known], minlength=experts)
-        total.index_add_(0, labels[known], found.double())
+    for own in pool.map(sums, in_order_of_length(chosen)):
+        for whole, part in zip((count, total, square), own, strict=True):
+            whole += part
     mean = total / count.clamp(min=1).unsqueeze(1)
     scatter = square - (mean * count.unsqueeze(1)).T @ mean
     return Moments(count, mean, scatter).tensors()
 
 
 def _finish(
-    net: ContextNet, batches: _Batches, rows: RouterRows, settings: RouterSettings
+    net: ContextNet, batches: ContextBatches, rows: RouterRows, settings: RouterSettings, pool: Executor
 ) -> tuple[RouterSpec, dict[str, Tensor]]:
     """Header and tensors of the router file."""
     stage = StageSpec(
@@ -352,5 +341,5 @@ def _finish(
     digest = hashlib.sha256(batches.samples.bfloat16().view(torch.int16).numpy().tobytes()).hexdigest()
     spec = RouterSpec(stages=[stage], training=training, embedding=digest)
     own = {**net.state_dict(), "centre": batches.centre.float(), "samples": batches.samples}
-    own |= _statistics(net, batches, rows)
+    own |= _statistics(net, batches, rows, pool)
     return spec, {tensor_name(0, name): value.contiguous() for name, value in own.items()}
