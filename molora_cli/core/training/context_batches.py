@@ -5,9 +5,9 @@ With a chunk's vectors e_0 ... e_{C-1} and a decay a, the sum of its i-th token 
 
     s_i = sum_{j <= i} a^{i-j} e_j + a^{i+1} c,   c = sum_n a^{C n} l_n
 
-where l_n is the first sum of the last token of the row's chunk before (n = 0), of the one before that (n = 1),
-and so on. Both are matrix products. The token's own vector, the first part of its features, is the average that forgets at
-once (a = 0).
+where l_n is the first sum of the last token of the row's chunk before (n = 0), of the one before that
+(n = 1), and so on. Both are matrix products. The token's own vector, the first part of its features, is the
+average that forgets at once (a = 0).
 """
 
 from __future__ import annotations

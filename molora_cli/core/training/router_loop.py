@@ -28,6 +28,7 @@ from molora_cli.core.router.context import ContextNet
 from molora_cli.core.router.files import tensor_name
 from molora_cli.core.router.moments import Moments
 from molora_cli.core.router.spec import RouterSpec, StageSpec
+from molora_cli.core.training.adapter_loop import keep_freed_memory
 from molora_cli.core.training.ahead import fit_ahead
 from molora_cli.core.training.context_batches import ContextBatches
 from molora_cli.core.training.halves import (
@@ -169,6 +170,7 @@ def train_context(
     began = time.monotonic()
     key = f"{rows.digest} {settings.digest()}"
     checkpoint = work / CHECKPOINT if work is not None else None
+    keep_freed_memory()
     batches = ContextBatches(embedding, rows.cuts, settings.decays)
     with torch.random.fork_rng(devices=[]), threads(workers) as pool:
         torch.manual_seed(settings.seed)
