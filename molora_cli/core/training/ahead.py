@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from molora_cli.core.router.context import ContextNet
+from molora_cli.core.router.context_net import ContextNet
 from molora_cli.core.router.spans import AheadNet, remember, start_spans
 from molora_cli.core.training.context_batches import ContextBatches
 from molora_cli.core.training.halves import (

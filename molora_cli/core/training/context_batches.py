@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from molora_cli.core.router.context import ContextNet, normalised, sample_rows
+from molora_cli.core.router.context import normalised, sample_rows
+from molora_cli.core.router.context_net import ContextNet
 from molora_cli.core.router.features import centre_and_scale
 
 CHUNK = 16

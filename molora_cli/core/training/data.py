@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,7 +59,7 @@ class Example:
     tests: tuple[str, ...] = ()
     answer: str | None = None
 
-    @property
+    @cached_property
     def contents(self) -> tuple[str, ...]:
         """The text of every message, or the one plain text."""
         return (self.text,) if self.text is not None else tuple(m.content for m in self.messages)

@@ -81,7 +81,14 @@ def encode_all(
             chunk = rows[first : first + _CHUNK]
             laid = [_lay_out(tokenizer, e) for _, e in chunk]
             strings = [text for text, _ in laid]
-            batch = tokenizer(strings, add_special_tokens=plain, return_offsets_mapping=True, verbose=False)
+            batch = tokenizer(
+                strings,
+                add_special_tokens=plain,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
             for row, (index, example) in enumerate(chunk):
                 ids, offsets = batch["input_ids"][row], batch["offset_mapping"][row]
                 done[index] = _assign(ids, offsets, laid[row][1], example, special, max_length)

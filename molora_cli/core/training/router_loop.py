@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from molora_cli.core.router.context import ContextNet
+from molora_cli.core.router.context_net import ContextNet
 from molora_cli.core.router.files import tensor_name
 from molora_cli.core.router.moments import Moments
 from molora_cli.core.router.spec import RouterSpec, StageSpec

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -165,13 +166,16 @@ def token_row(encoded: Encoded, example: Example, experts: Sequence[str]) -> Tok
         last = label if label != NO_LABEL else last
         labels.append(last if message < 0 else label)
     ahead, lead = _ahead(labels, encoded)
-    return TokenRow(
-        torch.tensor(encoded.ids, dtype=torch.int64),
-        torch.tensor(labels, dtype=torch.int64),
-        torch.tensor(encoded.completion, dtype=torch.bool),
-        torch.tensor(ahead, dtype=torch.int64),
-        torch.tensor(lead, dtype=torch.bool),
-    )
+    whole, truth = np.int64, np.bool_
+    columns = [
+        (encoded.ids, whole),
+        (labels, whole),
+        (encoded.completion, truth),
+        (ahead, whole),
+        (lead, truth),
+    ]
+    # by way of numpy, because torch takes three times as long to read a list
+    return TokenRow(*(torch.from_numpy(np.array(values, dtype=kind)) for values, kind in columns))
 
 
 def _ahead(labels: Sequence[int], encoded: Encoded) -> tuple[list[int], list[bool]]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from molora_cli.core.routed.live import Enough, LayerHooks
 from molora_cli.core.routed.route import BASE, Route
 from molora_cli.core.router.kinds import BASE_EXPERT, IdStage
 from molora_cli.core.router.taps import normed
@@ -77,6 +76,9 @@ def collect_states(
     prior: a stage over `experts` whose scores are kept too; with it, layers below the first tap are routed by
     the labels as well. base_only: no adapter takes part.
     """
+    # here, because it takes seconds to import, and most routers are trained without a forward
+    from molora_cli.core.routed.live import Enough, LayerHooks
+
     n_layers = model.engine.context.n_layers
     seen: dict[int, Tensor] = {}
     last = max(taps)
