@@ -36,7 +36,8 @@ def test_why_lists_tokens_and_explains_one(repl: Any) -> None:
 def stage_of(kind: str, bundle: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """A stage of a kind with random numbers, for the tiny base (4 layers, width 64)."""
     from molora_cli.core.base.embedding import read_embedding
-    from molora_cli.core.router.context import ContextNet, sample_rows
+    from molora_cli.core.router.context import sample_rows
+    from molora_cli.core.router.context_net import ContextNet
     from molora_cli.core.router.moments import Moments
     from molora_cli.core.router.spec import StageSpec
     from molora_cli.core.router.taps import tap_groups

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from molora_cli.core.router.context import ContextNet, ContextStage, normalised, project_table, sample_rows
+from molora_cli.core.router.context import ContextStage, normalised, project_table, sample_rows
+from molora_cli.core.router.context_net import ContextNet
 from molora_cli.core.router.features import centre_and_scale
 from molora_cli.core.router.kinds import Surroundings
 from molora_cli.core.router.spec import StageSpec

@@ -79,7 +79,8 @@ def heads(count: int, experts: int, *, prior: int = 0, seed: int = 3) -> dict[st
 
 def context_stage(embedding: Tensor, groups: list[tuple[int, int]]) -> tuple[StageSpec, dict[str, Tensor]]:
     """A `centroid`-like stage on ids, made without data."""
-    from molora_cli.core.router.context import ContextNet, sample_rows
+    from molora_cli.core.router.context import sample_rows
+    from molora_cli.core.router.context_net import ContextNet
 
     torch.manual_seed(5)
     net = ContextNet(WIDTH, 3, projection=8, hidden=8, decays=(0.5, 0.9))

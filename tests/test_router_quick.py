@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from molora_cli.app import app
 from molora_cli.core.router import quick
-from molora_cli.core.router.context import ContextNet, sample_rows
+from molora_cli.core.router.context import sample_rows
+from molora_cli.core.router.context_net import ContextNet
 from molora_cli.core.router.files import join_tensors
 from molora_cli.core.router.kinds import Surroundings
 from molora_cli.core.router.products import affine

@@ -409,26 +409,3 @@ def test_what_has_no_compiled_step(chat: RoutedModel, shop: Workshop, chat_bundl
         chat(torch.tensor([PROMPT]), cache=cache, use_cache=True)
     assert runtime.token(70, cache, given, lambda: (torch.zeros(1), None)) is None
     assert cache.get_seq_length() == len(PROMPT)
-
-
-@torch.no_grad()
-def test_the_room_is_a_cache_like_any_other(tiny_llama: Path) -> None:
-    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
-    ids = torch.tensor([PROMPT])
-    wanted = base(ids).logits[0, -1]
-    cache = new_cache(base.config)
-    assert cache is not None
-    base(ids[:, :20], cache=cache, use_cache=True)
-    base(ids[:, 5:9], cache=cache, use_cache=True)
-    cache.crop(-4)
-    got = base(ids[:, 20:], cache=cache, use_cache=True).logits[0, -1]
-    torch.testing.assert_close(got, wanted)
-    cache.batch_repeat_interleave(2)
-    assert cache.rooms() is None  # two texts
-    cache.batch_select_indices(torch.tensor([1]))
-    cache.crop(-1)
-    assert cache.rooms() is not None and cache.get_seq_length() == len(PROMPT) - 1
-    torch.testing.assert_close(base(ids[:, -1:], cache=cache, use_cache=True).logits[0, -1], wanted)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    torch.testing.assert_close(base(ids, cache=cache, use_cache=True).logits[0, -1], wanted)

@@ -1,10 +1,15 @@
-"""The attention of one token against float64."""
+"""The attention of one token against float64, and the room that it reads and writes."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from molora_kernels import resolve
+from transformers import AutoModelForCausalLM
+
+from molora_cli.core.runtime.cache import new_cache
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,3 +75,26 @@ def test_it_has_no_derivative() -> None:
         torch.ops.molora_cpu.attend(
             q, kept[:, :, :1], kept[:, :, :1], kept, kept.clone(), torch.tensor([0]), 1.0
         )
+
+
+@torch.no_grad()
+def test_the_room_is_a_cache_like_any_other(tiny_llama: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    ids = torch.arange(70, 100).unsqueeze(0)
+    wanted = base(ids).logits[0, -1]
+    cache = new_cache(base.config)
+    assert cache is not None
+    base(ids[:, :20], cache=cache, use_cache=True)
+    base(ids[:, 5:9], cache=cache, use_cache=True)
+    cache.crop(-4)
+    got = base(ids[:, 20:], cache=cache, use_cache=True).logits[0, -1]
+    torch.testing.assert_close(got, wanted)
+    cache.batch_repeat_interleave(2)
+    assert cache.rooms() is None  # two texts
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.crop(-1)
+    assert cache.rooms() is not None and cache.get_seq_length() == ids.shape[1] - 1
+    torch.testing.assert_close(base(ids[:, -1:], cache=cache, use_cache=True).logits[0, -1], wanted)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(base(ids, cache=cache, use_cache=True).logits[0, -1], wanted)

@@ -4,6 +4,8 @@
     linear  (x, weight, bias, row_scale, *adapters) -> y    the mixture of a module with a dense weight
     delta   (y, x, base_bias, *adapters) -> y'              the mixture where W x + bias = y is given
     attend  (q, k, v, keys, values, position, scale) -> y   one token's attention; k and v are written there
+    context (row, cut, decays, span_decay, least, net, state) -> [features, logp, *state]
+                                                            one token through a context router's network
 
 x (..., in), y (..., out) float32, bfloat16 or float16; weight (out, in) of the same dtype, or int8 with
 row_scale (out,) float32; bias (out,) of x's dtype or None. adapters: A (R, in), B (out, R) of x's dtype,
@@ -14,6 +16,10 @@ Any strides. Sums are fp32.
 attend: q (1, H, 1, D); k (1, G, 1, D) and v (1, G, 1, E) go to `position`, (1,) int64, of keys (1, G, P, D)
 and values (1, G, P, E); y (1, 1, H, E) = softmax(scale q K^T) V over positions 0 .. position. Query heads
 h * H / G .. + H / G read key head h.
+
+context: float64, one token. row (p) its projected vector; cut: whether it begins a span; net: weight
+and bias of the layers, four tensors, or eight where the network looks ahead; state: two tensors, or ten, in
+the order of `ContextState` (cpu/context.h) and not changed. Features are (1, 1, F), logp (1, 1, E).
 """
 
 from __future__ import annotations
@@ -46,6 +52,11 @@ def load(
             torch.library.register_fake(f"{library}::{name}", fake)
         _registered.add(library)
     return getattr(torch.ops, library)
+
+
+def loaded() -> bool:
+    """Whether the operators are there, `torch.ops.molora_cpu`."""
+    return cpu_build.LIBRARY in _registered
 
 
 def _fake_linear(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:

@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include "attend.h"
+#include "context.h"
 #include "mixture.h"
 
 #ifndef MOLORA_LIBRARY
@@ -258,6 +259,49 @@ static Tensor attend_one(const Tensor& q, const Tensor& k, const Tensor& v, cons
   return y;
 }
 
+static Affine affine(const Tensor& weight, const Tensor& bias) {
+  TORCH_CHECK(weight.dim() == 2 && bias.numel() == weight.size(0), "a layer of ", weight.sizes(), " with a bias of ",
+              bias.sizes());
+  return {weight.const_data_ptr<double>(), bias.const_data_ptr<double>(), weight.size(1), weight.size(0)};
+}
+
+template <class P, class Read>
+static ContextState<P> context_state(const std::vector<Tensor>& held, const Read& at) {
+  if (held.size() == 2) return {at(held[0]), at(held[1])};
+  return {at(held[0]), at(held[1]), at(held[2]), at(held[3]), at(held[4]),
+          at(held[5]), at(held[6]), at(held[7]), at(held[8]), at(held[9])};
+}
+
+static std::vector<Tensor> route_context(const Tensor& row, bool cut, at::ArrayRef<double> decays, double span_decay,
+                                         int64_t least, at::TensorList net, at::TensorList state) {
+  int64_t width = row.numel(), averages = decays.size();
+  bool ahead = net.size() == 8;
+  TORCH_CHECK(net.size() == (ahead ? 8 : 4) && state.size() == (ahead ? 10 : 2), "a network of ", net.size(),
+              " tensors and a state of ", state.size());
+  std::vector<Tensor> own, held, found;
+  for (const Tensor& t : net) own.push_back(dense(t));
+  for (const Tensor& t : state) held.push_back(dense(t));
+  Tensor e = dense(row);
+  ContextNet made{affine(own[0], own[1]), affine(own[2], own[3]), {}, {}, decays.data(), width, averages, span_decay, least};
+  if (ahead) made.ahead_inner = affine(own[4], own[5]), made.ahead_outer = affine(own[6], own[7]);
+  int64_t experts = made.outer.out, features = (1 + averages) * width;
+  TORCH_CHECK(made.inner.in == features && made.outer.in == made.inner.out, "the layers do not fit together");
+  TORCH_CHECK(!ahead || (made.ahead_inner.in == 3 * width + made.inner.out + 6 * experts && made.ahead_outer.out == experts &&
+                         made.ahead_outer.in == made.ahead_inner.out), "the layers that look ahead do not fit");
+  const int64_t sizes[] = {averages * width, averages, 1, experts, experts, 1, experts, 3 * experts, width, 1};
+  for (size_t i = 0; i < held.size(); i++)
+    TORCH_CHECK(held[i].numel() == sizes[i], "part ", i, " of the state has ", held[i].numel(), " elements");
+  found.push_back(at::empty({1, 1, features}, e.options()));
+  found.push_back(at::empty({1, 1, experts}, e.options()));
+  for (const Tensor& t : held) found.push_back(at::empty(t.sizes(), t.options()));
+  std::vector<Tensor> kept(found.begin() + 2, found.end());
+  context_step(made, e.const_data_ptr<double>(), cut,
+               context_state<const double>(held, [](const Tensor& t) { return t.const_data_ptr<double>(); }),
+               context_state<double>(kept, [](const Tensor& t) { return t.mutable_data_ptr<double>(); }),
+               found[0].mutable_data_ptr<double>(), found[1].mutable_data_ptr<double>());
+  return found;
+}
+
 #define MOLORA_ADAPTERS \
   "Tensor A, Tensor B, Tensor extent, Tensor scale, Tensor slots, Tensor gates, Tensor? out_scale, Tensor? out_bias"
 
@@ -266,6 +310,7 @@ TORCH_LIBRARY(MOLORA_LIBRARY, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? row_scale, " MOLORA_ADAPTERS ") -> Tensor");
   m.def("delta(Tensor y, Tensor x, Tensor? base_bias, " MOLORA_ADAPTERS ") -> Tensor");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor position, float scale) -> Tensor");
+  m.def("context(Tensor row, bool cut, float[] decays, float span_decay, int least, Tensor[] net, Tensor[] state) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(MOLORA_LIBRARY, CPU, m) {
@@ -273,6 +318,7 @@ TORCH_LIBRARY_IMPL(MOLORA_LIBRARY, CPU, m) {
   m.impl("linear", &linear);
   m.impl("delta", &delta);
   m.impl("attend", &attend_one);
+  m.impl("context", &route_context);
 }
 
 }  // namespace molora

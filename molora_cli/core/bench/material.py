@@ -20,7 +20,8 @@ from molora_cli.core.bundle.store import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Bundle
 from molora_cli.core.routed.int8 import Int8Linear
 from molora_cli.core.routed.model import RoutedModel
 from molora_cli.core.routed.quantise import quantise_base
-from molora_cli.core.router.context import ContextNet, sample_rows
+from molora_cli.core.router.context import sample_rows
+from molora_cli.core.router.context_net import ContextNet
 from molora_cli.core.router.files import join_tensors
 from molora_cli.core.router.kinds import Surroundings
 from molora_cli.core.router.spec import RouterSpec, StageSpec

@@ -382,7 +382,8 @@ class Engine:
             )
             return NextToken(planned, (), lambda layer, hidden: [], finish)
         assert router is not None
-        deciding = running.deciding = router.begin(call.ids, call.mask, self._stages(call, past))
+        # one token is no padding
+        deciding = running.deciding = router.begin(call.ids, None, self._stages(call, past))
 
         def decided(groups: list[int]) -> list[tuple[tuple[int, int], Route]]:
             return [(deciding.stack.group_ranges[group], deciding.group(group)) for group in groups]

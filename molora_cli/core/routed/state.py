@@ -141,6 +141,8 @@ class RouterState:
 
 def _joined(before: Tensor, after: Tensor, fill: float) -> Tensor:
     """Both (B, T, G, k) along T; a single group is spread over all, and `fill` makes up for a smaller k."""
+    if before.shape[2:] == after.shape[2:]:
+        return torch.cat([before, after], dim=1)
     if 1 != before.shape[2] != after.shape[2] != 1:
         # cut into other layer groups than before: the earlier decisions have no place any more
         before = torch.full_like(before[:, :, :1], fill)

@@ -13,89 +13,24 @@ O(T). Training runs in float32, routing in float64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from molora_cli.core.router.added import read_gates, share_out, split_experts
-from molora_cli.core.router.features import DECAYS, causal_averages, context_features, start_averages
+from molora_cli.core.router.context_net import ContextNet
 from molora_cli.core.router.kinds import IdStage, Scores, State, Surroundings, register_kind, stage_tensor
-from molora_cli.core.router.products import affine
-from molora_cli.core.router.spans import AheadNet, remember, start_spans
+from molora_cli.core.router.token_step import TokenStep
 from molora_cli.errors import InputError
 
 if TYPE_CHECKING:
     from molora_cli.core.router.spec import StageSpec
 
-PROJECTION = 96
-HIDDEN = 128
 _ROWS = 8192  # of the embedding projected at a time
 _SAMPLES = 16  # rows of the embedding kept in the file
 _SAME = 0.98  # their least cosine: another precision of one base stays above, another base far below
-
-
-class ContextNet(nn.Module):
-    """The trainable part. width d of the embedding, E experts, projection p, hidden units, decays (D,); units
-    of the network that looks ahead, 0 = there is none."""
-
-    def __init__(
-        self,
-        width: int,
-        experts: int,
-        *,
-        projection: int = PROJECTION,
-        hidden: int = HIDDEN,
-        decays: Sequence[float] = DECAYS,
-        units: int = 0,
-    ) -> None:
-        super().__init__()
-        self.decays = tuple(decays)
-        self.project = nn.Linear(width, projection)
-        self.inner = nn.Linear(projection * (1 + len(self.decays)), hidden)
-        self.outer = nn.Linear(hidden, experts)
-        self.ahead: AheadNet | None = AheadNet(projection, hidden, experts, units) if units else None
-
-    @property
-    def projection(self) -> int:
-        return self.project.out_features
-
-    def features(self, e: Tensor, mask: Tensor | None, state: State) -> tuple[Tensor, State]:
-        """Features (B, T, (1 + D) p) of projected vectors e (B, T, p), and the state after them."""
-        averages, after = causal_averages(e, mask, state, self.decays)
-        return context_features(e, averages), after
-
-    def hidden(self, features: Tensor) -> Tensor:
-        """Hidden units (..., h) of features (..., (1 + D) p)."""
-        return nn.functional.gelu(affine(self.inner, features))
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Logits (..., E) of features (..., (1 + D) p), without a look ahead."""
-        out: Tensor = self.outer(self.hidden(features))
-        return out
-
-    def corrected(
-        self, features: Tensor, cuts: Tensor, mask: Tensor | None, state: State
-    ) -> tuple[Tensor, State]:
-        """Logits (B, T, E) of features (B, T, (1 + D) p) with the look ahead, and the state of `spans` after
-        them; cuts (B, T) bool."""
-        hidden = self.hidden(features)
-        logits: Tensor = self.outer(hidden)
-        if self.ahead is None:
-            return logits, {}
-        own = features[..., : self.projection]
-        spans, after = remember(logits.softmax(-1), own, cuts, mask, state)
-        return self.ahead.correct(self.ahead.read(features, hidden, logits, spans), logits), after
-
-    def start(self, batch: int, dtype: torch.dtype, device: Any = None) -> State:
-        """State before the first token."""
-        state = start_averages(batch, self.projection, self.decays, dtype=dtype, device=device)
-        if self.ahead is None:
-            return state
-        experts = self.outer.out_features
-        spans = start_spans(batch, experts, self.projection, dtype=dtype, device=device, sums=torch.float64)
-        return state | spans
 
 
 def normalised(embedding: Tensor, centre: Tensor, scale: float) -> Tensor:
@@ -162,17 +97,24 @@ class ContextStage(IdStage):
         for gate in self.gates:
             gate.to(around.device)
         embedding = around.embedding.to(around.device)
+        self._cut_ids = frozenset(i for i in params["cuts"] if 0 <= i < len(embedding))
         self.cuts = torch.zeros(len(embedding), dtype=torch.bool)
-        self.cuts[[i for i in params["cuts"] if 0 <= i < len(embedding)]] = True
+        self.cuts[list(self._cut_ids)] = True
         self.cuts = self.cuts.to(around.device)
         table = project_table(self.net, embedding, centre.to(around.device), params["scale"])  # (V, p)
         self.table = table.to(around.dtype)
+        self._step = TokenStep.of(self.net)
 
     def start(self, batch: int) -> State:
         return self.net.start(batch, self.table.dtype, self.table.device)
 
     @torch.no_grad()
     def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
+        if self._step is not None and ids.numel() == 1 and self._step.ready and bool(mask):
+            token = int(ids)
+            row, cut = self.table[min(max(token, 0), len(self.table) - 1)], token in self._cut_ids
+            features, logp, after = self._step(row, cut, state)
+            return Scores(share_out(logp, features, self.gates).unsqueeze(2)), after
         features, after = self.features(ids, mask, state)
         cuts = self.cuts[ids.clamp(0, len(self.cuts) - 1)]
         logits, spans = self.net.corrected(features, cuts, mask, state)

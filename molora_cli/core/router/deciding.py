@@ -158,9 +158,13 @@ class Deciding:
                 "route",
                 "the base must run all its layers in order; use a router on token ids with this one",
             )
-        indices, gates, scores = (
-            torch.stack([self._found[g][part] for g in range(self.stack.groups)], dim=2) for part in range(3)
-        )
+        if self.stack.groups == 1:
+            indices, gates, scores = (part.unsqueeze(2) for part in self._found[0])
+        else:
+            indices, gates, scores = (
+                torch.stack([self._found[g][part] for g in range(self.stack.groups)], dim=2)
+                for part in range(3)
+            )
         route = Route(indices.to(self.where), gates.to(torch.float32).to(self.where))
         return Decision(route, scores, self.stack.experts)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from molora_cli.core.router.kinds import State
 
 DECAYS = (0.5, 0.8, 0.93, 0.98)
+STATE = ("sums", "weights")
 CHUNK = 32
 
 

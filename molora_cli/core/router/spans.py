@@ -30,6 +30,17 @@ from molora_cli.core.router.products import affine
 
 DECAY = 0.97
 LEAST = 6  # tokens of a span that is worth remembering: shorter ones are role names and line ends
+# what is kept from token to token
+STATE = (
+    "span.count",
+    "span.sum",
+    "span.early",
+    "span.weight",
+    "span.p",
+    "span.last",
+    "span.opening",
+    "span.fresh",
+)
 PARTS = 6  # blocks of E numbers that the network reads: p, mean, early, and three of the span before
 
 
@@ -134,16 +145,8 @@ def _remember(
     last = _last(torch.cat([mean, first, p], -1), cuts, count, state)
     opening, fresh = _opening(own, cuts, state)
     found = torch.cat([opening, torch.cat([mean, first, last], -1).to(own.dtype)], -1)
-    parts = {
-        "span.count": (count + 1).unsqueeze(-1),
-        "span.sum": sums,
-        "span.early": early,
-        "span.weight": weights,
-        "span.p": p,
-        "span.last": last,
-        "span.opening": opening,
-        "span.fresh": fresh,
-    }
+    kept = ((count + 1).unsqueeze(-1), sums, early, weights, p, last, opening, fresh)
+    parts = dict(zip(STATE, kept, strict=True))
     if real is None:
         return found, {name: value[:, -1] for name, value in parts.items()}
     end = (real - 1).clamp(min=0)
@@ -157,9 +160,7 @@ def _remember_one(p: Tensor, own: Tensor, cut: Tensor, state: State) -> tuple[Te
 
     p (B, E), own (B, P), cut (B, 1) bool.
     """
-    before = [
-        state[name].masked_fill(cut, 0) for name in ("span.count", "span.sum", "span.early", "span.weight")
-    ]
+    before = [state[name].masked_fill(cut, 0) for name in STATE[:4]]
     count = before[0]
     weight = DECAY**count
     sums, early, weights = before[1] + p, torch.addcmul(before[2], p, weight), before[3] + weight
@@ -167,16 +168,7 @@ def _remember_one(p: Tensor, own: Tensor, cut: Tensor, state: State) -> tuple[Te
     last = torch.where(closes, _held(state), state["span.last"])
     fresh = cut.to(own.dtype)
     opening = torch.where(state["span.fresh"] > 0, own, state["span.opening"]).masked_fill(cut, 0)
-    after = {
-        "span.count": count + 1,
-        "span.sum": sums,
-        "span.early": early,
-        "span.weight": weights,
-        "span.p": p,
-        "span.last": last,
-        "span.opening": opening,
-        "span.fresh": fresh,
-    }
+    after = dict(zip(STATE, (count + 1, sums, early, weights, p, last, opening, fresh), strict=True))
     parts = torch.cat([sums / after["span.count"], early / weights, last], -1).to(own.dtype)
     return torch.cat([opening, parts], -1).unsqueeze(1), after
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -194,6 +195,8 @@ class RouterStack:
         temperature = stage.spec.temperature
         if self._temperature is not None and stage.tunable:
             temperature = self._temperature
+        if logp.numel() == len(stage.experts) and logp.is_cpu and not logp.requires_grad:
+            return self._choose_one(logp, number, temperature)
         scores = logp / temperature
         silent = [i for i, name in enumerate(stage.experts) if name in self._muted]
         if silent:
@@ -209,6 +212,25 @@ class RouterStack:
         top = torch.where(nothing, 0.0, top)
         gates = torch.softmax(top, dim=-1)
         return indices, gates
+
+    def _choose_one(self, logp: Tensor, number: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """`choose` for one token without torch: an answer makes one at a time."""
+        stage, places = self.stages[number], self._places[number].tolist()
+        scores = [
+            -math.inf if name in self._muted else score / temperature
+            for name, score in zip(stage.experts, logp.flatten().tolist(), strict=True)
+        ]
+        ranks = [round(score / _GRID) if math.isfinite(score) else score for score in scores]
+        best = sorted(range(len(scores)), key=lambda i: ranks[i], reverse=True)[: self._stage_k(stage)]
+        top = [scores[i] for i in best]
+        if top[0] > -math.inf:
+            parts = [math.exp(score - top[0]) for score in top]
+        else:  # nothing left to take
+            parts = [1.0 for _ in top]
+        indices = [places[i] if scores[i] > -math.inf else BASE for i in best]
+        shape = (*logp.shape[:-1], len(best))
+        gates = torch.tensor([part / sum(parts) for part in parts], dtype=logp.dtype)
+        return torch.tensor(indices).view(shape), gates.view(shape)
 
     def _wait(self, covering: Sequence[tuple[int, int]]) -> int | None:
         """The layer whose input the group waits for, MODULES, or None = known before the forward."""

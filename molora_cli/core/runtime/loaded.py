@@ -130,10 +130,11 @@ def _weights(base: Any) -> list[tuple[int, torch.dtype]]:
 
 def _write(planned: Planned, slots: Tensor, gates: Tensor) -> None:
     """slots, gates: (L, 1, TOP)."""
+    to_slots, to_gates = slots.numpy(), gates.numpy()  # the same memory, in fewer and shorter calls
     for (first, end), route in planned:
         k = route.indices.shape[-1]
-        slots[first:end, 0, :k] = route.indices[0, 0, 0] + 1
-        gates[first:end, 0, :k] = route.gates[0, 0, 0].float()
+        to_slots[first:end, 0, :k] = route.indices.numpy()[0, 0, 0] + 1
+        to_gates[first:end, 0, :k] = route.gates.detach().numpy()[0, 0, 0]
 
 
 def _nothing(name: str, own: dict[str, Tensor], slots: int, dtype: torch.dtype) -> Tensor | None:

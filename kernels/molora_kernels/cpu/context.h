@@ -1,0 +1,35 @@
+// One token through the small network of a router that reads token ids, in float64: what a few hundred calls of
+// torch would do, each on a few numbers. Formulas: molora_cli/core/router/context.py and spans.py, its torch twin.
+#pragma once
+#include <cstdint>
+
+namespace molora {
+
+// y (out) = W x + b, W (out, in) row by row.
+struct Affine {
+  const double *weight, *bias;
+  int64_t in, out;
+};
+
+struct ContextNet {
+  Affine inner, outer;              // features -> hidden units -> logits over E experts
+  Affine ahead_inner, ahead_outer;  // of the part that looks ahead; ahead_outer.out = 0: there is none
+  const double* decays;             // (D,)
+  int64_t width, averages;          // p and D
+  double span_decay;                // of what a span began with
+  int64_t least;                    // tokens of a span that is worth remembering
+};
+
+// What is kept from token to token: sums (D, p) and weights (D) of the averages, and of the spans: count, weight,
+// fresh (1), sum, early, p (E), last (3 E), opening (p). The pointers of the spans are null where nothing looks ahead.
+template <class P>
+struct ContextState {
+  P *sums, *weights, *count, *sum, *early, *weight, *p, *last, *opening, *fresh;
+};
+
+// e (p): the token's projected vector; cut: whether it begins a span. Writes features ((1 + D) p), logp (E) and the
+// state after the token.
+void context_step(const ContextNet& net, const double* e, bool cut, const ContextState<const double>& before,
+                  const ContextState<double>& after, double* features, double* logp);
+
+}  // namespace molora
