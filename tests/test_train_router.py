@@ -129,6 +129,19 @@ def test_training_learns_reproduces_and_reports(rows: Any, embedding: torch.Tens
     assert one.tensors["stages.0.statistics.count"].sum() > 0
 
 
+def test_the_number_of_threads_changes_no_bit(rows: Any, embedding: torch.Tensor) -> None:
+    settings = RouterSettings(**{**vars(FAST), "steps": 12, "every": 6})
+    lines: list[list[dict[str, Any]]] = [[], []]
+    one, two = (
+        train_context(rows, embedding, settings, workers=n, record=lines[n - 1].append) for n in (1, 2)
+    )
+    assert "stages.0.ahead.inner.weight" in one.tensors and one.tensors.keys() == two.tensors.keys()
+    assert all(torch.equal(one.tensors[k], two.tensors[k]) for k in one.tensors)
+    for line in (*lines[0], *lines[1]):
+        del line["seconds"]
+    assert lines[0] == lines[1]
+
+
 def test_a_stopped_run_goes_on_to_the_same_router(rows: Any, embedding: torch.Tensor, tmp_path: Path) -> None:
     whole = train_context(rows, embedding, FAST)
 
