@@ -19,7 +19,14 @@ from molora_cli.core.bench.peft_runners import ARROW, SINGLE, peft_runners
 from molora_cli.core.bench.runners import Engine, changes, changing_ids, random_ids
 from molora_cli.core.bench.summary import PRODUCT, READ, ceiling_documents, side_documents
 from molora_cli.core.bench.timing import SLOW_ROUNDS, SLOW_TURN, Side, interleave, ratios, spread
-from molora_cli.core.bench.work import adapter_elements, decode_bytes, forward_flops, way, weight_bytes
+from molora_cli.core.bench.work import (
+    adapter_elements,
+    decode_bytes,
+    forward_flops,
+    resident,
+    way,
+    weight_bytes,
+)
 from molora_cli.core.routed.attach import routed_modules
 from molora_cli.errors import InputError, MoloraError
 
@@ -178,6 +185,7 @@ def test_decode_has_all_sides(measured: Callable[..., dict[str, Any]]) -> None:
         side = side_of(found, name)
         assert side["route_changes"] == 1.0  # every token takes another route than the one before it
         assert side["paths"] == {"base module + torch twin": 28}
+    assert "memory" in side_of(found, "top1") and "memory" not in side_of(found, "base")
     assert "paths" not in side_of(found, "engine") and "2 layer groups" in side_of(found, "groups")["title"]
     assert any("without a cache" in note for note in side_of(found, "peft-xlora")["notes"])
     assert any("llama.cpp" in note for note in found["notes"])
@@ -279,6 +287,21 @@ def test_least_work_is_counted(tiny_llama: Path) -> None:
     seen = 3 * 10 + 6
     expected = 2 * 3 * (linears + adapter) + 2 * 2 * 320 * 64 + 4 * 4 * 4 * 16 * seen
     assert forward_flops(material, 3, 10, 1, heads=2) == expected
+
+
+def test_nothing_is_kept_twice(tiny_llama: Path) -> None:
+    material = load_material(str(tiny_llama), None, 3, 8, torch.float32)
+    for kind in (material, material.int8()):
+        engine = Engine(kind, "torch")
+        alone = resident(engine.model, kind.base, kind.factors)
+        assert 1 <= alone < 1.1  # owners and scales of columns, many beside so few weights
+        runner = engine.routed(1)
+        runner.ready()
+        table: Any = runner.router.stages[0].table  # type: ignore[union-attr]
+        own = sum(t.nbytes for t in [*kind.base.parameters(), *kind.base.buffers()])
+        assert resident(engine.model, kind.base, kind.factors) - alone > 0.3 * table.nbytes / own
+    engine.model.base.register_buffer("copy", torch.cat([p.flatten() for p in kind.base.parameters()]))
+    assert resident(engine.model, kind.base, kind.factors) > 1.3
 
 
 def test_ways_of_modules(tiny_llama: Path) -> None:

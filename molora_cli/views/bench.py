@@ -81,6 +81,8 @@ def _said(side: Mapping[str, Any]) -> str:
     parts += [f"{count} modules: {way}" for way, count in side.get("paths", {}).items()]
     if "route_changes" in side:
         parts.append(f"route changes at {_percent(side['route_changes'])} of the tokens")
+    if "memory" in side:
+        parts.append(f"memory {side['memory']:.2f} of base and adapters")
     first = side.get("first_token_seconds")
     if first is not None:
         parts.append(f"first token after {_spread(first, 1, 2)} s")

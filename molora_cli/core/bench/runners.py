@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from molora_cli.core.bench.compiled import compile_forward
 from molora_cli.core.bench.material import Material
-from molora_cli.core.bench.work import ways
+from molora_cli.core.bench.work import resident, ways
 from molora_cli.core.routed.model import RoutedModel
 from molora_cli.core.routed.state import state_of
 from molora_cli.core.router.stack import RouterStack
@@ -33,9 +33,9 @@ class Runner:
 
     name, title: as of `timing.Side`. model: called with input_ids and keywords. top: adapters that a token
     takes. cached: False where it cannot keep keys and values and runs the whole text for every token. static:
-    its keys and values need room of a fixed size. select: puts the model into this mode. routed: the routed
-    model where it is one. runtime: what runs single tokens, None = the model itself. notes: what there is to
-    say.
+    its keys and values need room of a fixed size. select: puts the model into this mode. routed, material:
+    the routed model where it is one, and what it was made of. runtime: what runs single tokens, None = the
+    model itself. notes: what there is to say.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Runner:
     static: bool = False
     select: Callable[[], object] | None = None
     routed: RoutedModel | None = None
+    material: Material | None = None
     router: RouterStack | None = None
     runtime: Runtime | None = None
     notes: list[str] = field(default_factory=list)
@@ -85,6 +86,9 @@ class Runner:
         found: dict[str, Any] = {}
         if self.top:
             found["paths"] = ways(self.routed)
+            if self.material is not None:
+                self.ready()
+                found["memory"] = resident(self.routed, self.material.base, self.material.factors)
         state = state_of(cache)
         if self.router is not None and state is not None and state.length > first + 1:
             found["route_changes"] = changes(state.indices[:, first:])
@@ -184,6 +188,7 @@ class Engine:
             top=top if router is None else router.k,
             select=select or routed,
             routed=self.model,
+            material=self.material,
             router=router,
             runtime=self.runtime,
         )

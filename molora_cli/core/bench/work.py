@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor, nn
+
+from molora_cli.core.adapter.factors import Factors
 from molora_cli.core.bench.material import LINEARS, Material
+from molora_cli.core.routed.model import RoutedModel
 from molora_cli.core.routed.modules import RoutedModule
 
 
@@ -47,6 +52,36 @@ def forward_flops(material: Material, tokens: int, context: int, top: float, hea
     seen = tokens * context + tokens * (tokens + 1) / 2
     attention = 4.0 * config.num_hidden_layers * config.num_attention_heads * _head_size(config) * seen
     return 2.0 * tokens * (linears + top * adapter_elements(material)) + 2.0 * heads * head + attention
+
+
+def resident(model: RoutedModel, base: Any, factors: Mapping[str, Mapping[str, Factors]]) -> float:
+    """Bytes of all tensors that a routed model holds, its router's among them, over those of the base and
+    its adapters alone. base: as it was before; what stands in two places counts once."""
+    own = _bytes(_tensors(base))
+    own += base.dtype.itemsize * sum(f.A.numel() + f.B.numel() for m in factors.values() for f in m.values())
+    stages = [] if model.router is None else model.router.stages
+    held = [*_tensors(model.base), *(t for stage in stages for t in _inside(vars(stage).values()))]
+    return _bytes(held) / own
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _inside(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among values, in modules and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, nn.Module):
+            yield from _tensors(value)
+        elif isinstance(value, (list, tuple)):
+            yield from _inside(value)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(stores.values())
 
 
 def ways(model: Any) -> dict[str, int]:
