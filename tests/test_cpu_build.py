@@ -231,6 +231,7 @@ def test_a_folder_that_cannot_be_written_is_named(
     said: list[str] = []
     assert backend.resolve(notify=said.append) == "torch"
     assert "kernels cannot be written" in said[-1]
+    assert said[-1].endswith("set MOLORA_CACHE to a folder of your own")
 
 
 def test_the_avx512_bf16_path_is_sound_cpp() -> None:

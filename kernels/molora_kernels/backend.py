@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from molora_kernels.cpu_build import BuildError
 
 BACKENDS = ("torch", "cpu")
 PLANNED = ("triton",)
@@ -49,7 +53,7 @@ def _best(device: str, notify: Notify | None) -> str:
                 "until then adapters run in plain torch"
             )
         except cpu_build.BuildError as error:
-            message = _missing(str(error))
+            message = _missing(error)
         _tell_once(message, notify)
         return "torch"
     failure = _cpu_failure(notify)
@@ -58,11 +62,11 @@ def _best(device: str, notify: Notify | None) -> str:
     return "torch" if failure else "cpu"
 
 
-_known: dict[str, str | None] = {}
+_known: dict[str, BuildError | None] = {}
 _told: set[str] = set()
 
 
-def _cpu_failure(notify: Notify | None) -> str | None:
+def _cpu_failure(notify: Notify | None) -> BuildError | None:
     """None where the CPU operators are loaded, else why they are not; tried once per process."""
     if "cpu" not in _known:
         from molora_kernels.cpu_build import BuildError
@@ -73,14 +77,14 @@ def _cpu_failure(notify: Notify | None) -> str | None:
             cpu_ops.load(notify)
             _known["cpu"] = None
         except BuildError as error:
-            _known["cpu"] = str(error)
+            _known["cpu"] = error
     return _known["cpu"]
 
 
-def _missing(failure: str) -> str:
+def _missing(failure: BuildError) -> str:
     return (
         f"the CPU kernels are not available ({failure}): adapters run in plain torch, which is slower; "
-        "install g++ or clang, or set CXX"
+        f"{failure.remedy}"
     )
 
 

@@ -28,8 +28,17 @@ COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT = 600.0  # seconds for one compiler run, or for another process's build; a small board takes minutes
 
 
+COMPILER = "install g++ or clang, or set CXX"
+ELSEWHERE = "set MOLORA_CACHE to a folder of your own"
+
+
 class BuildError(Exception):
-    """The operators are neither cached nor can they be built; the message says why in one line."""
+    """The operators are neither cached nor can they be built; the message says why in one line, `remedy` what
+    helps."""
+
+    def __init__(self, message: str, remedy: str = COMPILER) -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 def cache_folder() -> Path:
@@ -86,7 +95,7 @@ def build(path: Path, compiler: list[str], flags: tuple[str, ...], library: str 
             made = _compile(compiler, Path(folder), flags, library)
             builders.publish(made, path)
     except OSError as error:
-        raise BuildError(f"{path.parent} cannot be written ({error.strerror})") from error
+        raise BuildError(f"{path.parent} cannot be written ({error.strerror})", ELSEWHERE) from error
 
 
 def load(
@@ -104,12 +113,14 @@ def load(
         _build_or_wait(path, flags, library, notify)
         reason = builders.trusted(path)
     if reason is not None:
-        raise BuildError(reason)
+        raise BuildError(reason, ELSEWHERE)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
         path.unlink(missing_ok=True)  # damaged: the next start builds it again
-        raise BuildError(f"{path} cannot be loaded ({error})") from error
+        raise BuildError(
+            f"{path} cannot be loaded ({error})", "start again: they are compiled anew"
+        ) from error
 
 
 def is_cached() -> bool:
@@ -131,7 +142,7 @@ def start() -> None:
     try:
         builders.begin("molora_kernels.cpu_build", [str(path)], path, lock)
     except OSError as error:
-        raise BuildError(f"no process can be begun ({error.strerror})") from error
+        raise BuildError(f"no process can be begun ({error.strerror})", "start again") from error
 
 
 def _take(path: Path) -> int | None:
@@ -139,10 +150,10 @@ def _take(path: Path) -> int | None:
     try:
         reason = builders.refused(path.parent)
         if reason is not None:
-            raise BuildError(reason)
+            raise BuildError(reason, ELSEWHERE)
         lock = builders.take(path)
     except OSError as error:
-        raise BuildError(f"{path.parent} cannot be written ({error.strerror})") from error
+        raise BuildError(f"{path.parent} cannot be written ({error.strerror})", ELSEWHERE) from error
     if lock is not None:
         builders.sweep(path.parent, path)
     return lock
@@ -156,7 +167,7 @@ def _build_or_wait(
     limit = time.monotonic() + TIMEOUT
     while (lock := _take(path)) is None and not path.is_file():
         if time.monotonic() > limit:
-            raise BuildError(f"another process has not compiled them within {TIMEOUT:.0f} s")
+            raise BuildError(f"another process has not compiled them within {TIMEOUT:.0f} s", "start again")
         time.sleep(0.2)
     if lock is None:
         return
