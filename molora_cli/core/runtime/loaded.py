@@ -85,11 +85,12 @@ class LoadedStep:
             held[name] = found.detach()
         self._program.bind(held)
         self._held = held
-        self._weights = _weights(base)
+        self._sample = _sample(base)
+        self._weights = [_place(owner, name) for owner, name in self._sample]
 
-    def is_stale(self, base: Any) -> bool:
+    def is_stale(self) -> bool:
         """Whether the base's weights are elsewhere than those that were bound: some of them are looked at."""
-        return _weights(base) != self._weights
+        return [_place(owner, name) for owner, name in self._sample] != self._weights
 
     def run(self, token: int, decided: NextToken, cache: RoomCache) -> Tensor | None:
         """Logits (V,) float32 after `token`, whose keys and values join the cache; None, and nothing has
@@ -122,10 +123,17 @@ class LoadedStep:
         return logits
 
 
-def _weights(base: Any) -> list[tuple[int, torch.dtype]]:
-    """Where some of the base's weights are."""
-    found = list(base.parameters())
-    return [(p.data_ptr(), p.dtype) for p in found[:: max(1, len(found) // _LOOKED_AT)]]
+def _sample(base: Any) -> list[tuple[Any, str]]:
+    """Some of the base's weights, as modules and names in them: to go through all takes too long."""
+    found = [
+        (module, name) for module in base.modules() for name, p in module._parameters.items() if p is not None
+    ]
+    return found[:: max(1, len(found) // _LOOKED_AT)]
+
+
+def _place(owner: Any, name: str) -> tuple[int, torch.dtype] | None:
+    parameter = owner._parameters.get(name)
+    return None if parameter is None else (parameter.data_ptr(), parameter.dtype)
 
 
 def _write(planned: Planned, slots: Tensor, gates: Tensor) -> None:

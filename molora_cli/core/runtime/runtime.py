@@ -187,7 +187,7 @@ class Runtime:
         (V,) and the trace: the first token is computed both ways, and a step that fails or says something
         else is used no more.
         """
-        if self._step is not None and self._step.is_stale(self._model.base):
+        if self._step is not None and self._step.is_stale():
             self.prepare()  # the base was moved, or got other weights
         self.look()
         if self._step is None or not isinstance(cache, RoomCache):
