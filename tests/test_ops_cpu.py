@@ -146,9 +146,11 @@ def test_int8_weights_are_their_float_values(tokens: int, dtype: torch.dtype) ->
     exact = dataclasses.replace(case, weight=weight.double() * scale[:, None].double())
     made, layout = make_case_bank(case)
     args = cpu_ops.adapters(made, case_plan(case, layout))
-    close(torch.ops.molora_cpu.linear(case.x, weight, case.base_bias, scale, *args), exact)
+    # few tokens meet such weights as 16-bit integers
+    factor = 10.0 if dtype == torch.float32 else 1.0
+    close(torch.ops.molora_cpu.linear(case.x, weight, case.base_bias, scale, *args), exact, factor)
     none = dataclasses.replace(exact, slots=torch.zeros_like(case.slots))
-    close(torch.ops.molora_cpu.gemv(case.x, weight, case.base_bias, scale), none)
+    close(torch.ops.molora_cpu.gemv(case.x, weight, case.base_bias, scale), none, factor)
 
 
 def test_base_tokens_of_a_long_block_keep_them_too() -> None:

@@ -22,6 +22,9 @@ struct Widened {
     s.second += w.second * load<Floats>(x + LANES);
   }
   static float total(const Sum& s) { return sum(s.first + s.second); }
+  static void totals(Sum a, Sum b, Sum c, Sum d, float* out) {  // by value: what has an address is not in registers
+    sums(a.first + a.second, b.first + b.second, c.first + c.second, d.first + d.second, out);
+  }
   template <class T>
   static void lay(const T* x, int64_t n, Token* to) {
     lay_out<Format>(x, n, to);
@@ -41,6 +44,9 @@ struct Native {
     s.lanes = _mm512_dpbf16_ps(s.lanes, w, (__m512bh)_mm512_loadu_si512(x));
   }
   static float total(const Sum& s) { return _mm512_reduce_add_ps(s.lanes); }
+  static void totals(Sum a, Sum b, Sum c, Sum d, float* out) {
+    out[0] = total(a), out[1] = total(b), out[2] = total(c), out[3] = total(d);
+  }
   template <class T>
   static void lay(const T* x, int64_t n, Token* to) {
     static_assert(std::is_same_v<T, Token>);
@@ -83,22 +89,31 @@ inline void tile(const typename Math::Weight* W, int64_t ld, const typename Math
                  float* out, int64_t ldo) {
   typename Math::Sum sums[ROWS][TOKENS];
   int64_t h = 0;
+  // unrolled by order: sums that are not would stand in memory, and each addition wait for its way there and back
   for (; h + STEP <= n; h += STEP) {
     ask_for<ROWS>(W, ld, h);
+#pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
       auto w = Math::read(W + r * ld + h);
+#pragma GCC unroll 2
       for (int t = 0; t < TOKENS; t++) Math::add(sums[r][t], w, x + t * ldx + h);
     }
   }
   if (h < n)
+#pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
       typename Math::Weight rest[STEP] = {};
       std::memcpy((void*)rest, W + r * ld + h, (n - h) * sizeof(rest[0]));
       auto w = Math::read(rest);
+#pragma GCC unroll 2
       for (int t = 0; t < TOKENS; t++) Math::add(sums[r][t], w, x + t * ldx + h);
     }
-  for (int r = 0; r < ROWS; r++)
-    for (int t = 0; t < TOKENS; t++) out[t * ldo + r] = Math::total(sums[r][t]);
+  if constexpr (ROWS == 4 && TOKENS == 1) {
+    Math::totals(sums[0][0], sums[1][0], sums[2][0], sums[3][0], out);
+  } else {
+    for (int r = 0; r < ROWS; r++)
+      for (int t = 0; t < TOKENS; t++) out[t * ldo + r] = Math::total(sums[r][t]);
+  }
 }
 
 // The same for any number of rows and tokens.

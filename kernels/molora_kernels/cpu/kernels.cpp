@@ -2,10 +2,12 @@
 #include "mixture.h"
 
 #include <algorithm>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
 #include "dots.h"
+#include "int8.h"
 #include "threads.h"
 
 namespace molora {
@@ -39,23 +41,55 @@ void mix(const Adapters<T>& ad, int64_t t, const float* z, int64_t first, int64_
   }
 }
 
+// Tokens laid out for weights of one format, and rows of such weights times all of them.
+template <class Weight>
+struct Laid {
+  using Math = typename MathOf<Weight>::Math;
+  int64_t wide, n, count;
+  std::vector<typename Math::Token> values;
+
+  template <class T>
+  Laid(const T* x, int64_t ldx, int64_t tokens, int64_t in)
+      : wide(round_up(in)), n(in), count(tokens), values(tokens * wide) {
+    for (int64_t t = 0; t < count; t++) Math::template lay<T>(x + t * ldx, in, values.data() + t * wide);
+  }
+  void rows(const Weight* W, int64_t ld, int64_t r, float* out, int64_t ldo) const {
+    dots<Math>(W, ld, r, values.data(), wide, count, n, out, ldo);
+  }
+};
+
+#if defined(MOLORA_INT8)
+template <>
+struct Laid<int8_t> {
+  int64_t n, count;
+  std::vector<int16_t> values;
+  std::vector<float> scales;
+
+  template <class T>
+  Laid(const T* x, int64_t ldx, int64_t tokens, int64_t in)
+      : n(in), count(tokens), values(tokens * Int8Math::wide(in)), scales(tokens * Int8Math::blocks(in)) {
+    for (int64_t t = 0; t < count; t++)
+      Int8Math::lay(x + t * ldx, in, values.data() + t * Int8Math::wide(in), scales.data() + t * Int8Math::blocks(in));
+  }
+  void rows(const int8_t* W, int64_t ld, int64_t r, float* out, int64_t ldo) const {
+    int8_dots(W, ld, r, values.data(), scales.data(), count, n, out, ldo);
+  }
+};
+#endif
+
 template <class T, class Weight>
 void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias, const T* x, int64_t ldx, int64_t N,
             int64_t in, int64_t out, const Adapters<T>* ad, T* y, int64_t max_threads) {
-  using Math = typename MathOf<Weight>::Math;
   using Own = typename MathOf<T>::Math;
-  int64_t wide = round_up(in), choices = ad ? N * ad->top : 0;
-  std::vector<typename Math::Token> tokens(N * wide);
-  for (int64_t t = 0; t < N; t++) Math::template lay<T>(x + t * ldx, in, tokens.data() + t * wide);
+  int64_t choices = ad ? N * ad->top : 0;
+  Laid<Weight> tokens(x, ldx, N, in);
   // adapters of another format than W's read the token in another order
-  std::vector<typename Own::Token> other;
-  const typename Own::Token* own_tokens = nullptr;
-  if constexpr (std::is_same_v<Math, Own>) {
-    own_tokens = tokens.data();
+  std::optional<Laid<T>> other;
+  const Laid<T>* own = nullptr;
+  if constexpr (std::is_same_v<Weight, T>) {
+    own = &tokens;
   } else if (ad) {
-    other.resize(N * wide);
-    for (int64_t t = 0; t < N; t++) Own::template lay<T>(x + t * ldx, in, other.data() + t * wide);
-    own_tokens = other.data();
+    own = &other.emplace(x, ldx, N, in);
   }
   std::vector<float> z(ad ? choices * ad->widest : 0);
   int64_t threads = std::min<int64_t>(max_threads, 1 + in * out * sizeof(*W) / THREAD_BYTES);
@@ -72,8 +106,8 @@ void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias,
       auto [first, end] = share(ad->rank(c), 4, id, count);
       if (first == end) continue;
       float* to = z.data() + c * ad->widest;
-      dots<Own>(ad->down(c) + first * ad->lda, ad->lda, end - first, own_tokens + c / ad->top * wide, 0, 1, in,
-                to + first, 0);
+      dots<Own>(ad->down(c) + first * ad->lda, ad->lda, end - first, own->values.data() + c / ad->top * own->wide, 0, 1,
+                in, to + first, 0);
       float factor = ad->gates[c] * ad->scale[ad->slots[c]];
       for (int64_t r = first; r < end; r++) to[r] *= factor;
     }
@@ -87,8 +121,7 @@ void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias,
       if (o == first) ask(o, n, 0, 1);
       for (int64_t q = 0; q < n; q += 4) {
         ask(o + n, std::min(BLOCK, end - o - n), q / 4, (n + 3) / 4);
-        dots<Math>(W + (o + q) * ldw, ldw, std::min<int64_t>(4, n - q), tokens.data(), wide, N, in, block.data() + q,
-                   BLOCK);
+        tokens.rows(W + (o + q) * ldw, ldw, std::min<int64_t>(4, n - q), block.data() + q, BLOCK);
       }
       for (int64_t t = 0; t < N; t++) {
         float* row = block.data() + t * BLOCK;

@@ -39,12 +39,23 @@ inline V load(const void* from) {
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 inline Floats broadcast(float f) { return Floats{} + f; }
 
+// The sum of all lanes: neighbours first, in one order on every machine and in both functions.
 inline float sum(Floats v) {
   float lane[LANES];
   std::memcpy(lane, &v, sizeof v);
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lane[i] += lane[i + half];
+  for (int n = LANES / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) lane[i] = lane[2 * i] + lane[2 * i + 1];
   return lane[0];
+}
+
+// The sums of four vectors at once: one by one they take a fifth of the time of a short row.
+inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+  out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+#endif
 }
 
 struct Pair {

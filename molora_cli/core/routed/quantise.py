@@ -1,8 +1,9 @@
 """A base whose linears hold int8 weights: a byte a weight to read for every token.
 
-Only weights are rounded. Embedding, norms, adapters and everything that flows between modules stay as they
-are loaded, so outliers among the activations, which spoil 8-bit products, do no harm. A linear whose rows
-have such outliers themselves that rounding would cost too much keeps its weight.
+Only weights are rounded to a byte. Embedding, norms, adapters and everything that flows between modules stay
+as they are loaded (a kernel may take inputs as 16-bit integers), so outliers among the activations, which
+spoil 8-bit products, do no harm. A linear whose rows have such outliers themselves that rounding would cost
+too much keeps its weight.
 """
 
 from __future__ import annotations

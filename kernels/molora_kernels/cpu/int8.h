@@ -1,0 +1,100 @@
+// Rows of int8 weights times tokens, in integers: half the instructions of widening each weight to a float, which is
+// what keeps a core from reading them as fast as it can.
+//
+// A token is held as 16-bit integers with a scale for every BLOCK inputs: its rounding, 2^-16 of the largest input of a
+// block, is far below that of the weights. 32-bit sums of a block cannot overflow: BLOCK * 127 * 32767 < 2^31.
+#pragma once
+#include <cmath>
+#include "dots.h"
+
+namespace molora {
+
+#if defined(__AVX2__)
+#define MOLORA_INT8 1
+struct Int8Math {
+  using Weight = int8_t;
+  static constexpr int64_t STEP16 = 16, BLOCK = 256;
+  static_assert(BLOCK * 127.0 * 32767.0 < 2147483648.0);
+
+  // Sizes of a held token: its values, rounded up to whole steps, and its blocks' scales.
+  static int64_t wide(int64_t n) { return (n + STEP16 - 1) / STEP16 * STEP16; }
+  static int64_t blocks(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
+
+  template <class T>
+  static void lay(const T* x, int64_t n, int16_t* to, float* scales) {
+    for (int64_t b = 0; b * BLOCK < n; b++) {
+      const T* from = x + b * BLOCK;
+      int64_t count = std::min(BLOCK, n - b * BLOCK);
+      float largest = 0;
+      for (int64_t i = 0; i < count; i++) largest = std::max(largest, std::fabs(float(from[i])));
+      // NaN and Inf stay what they are: in the scale, by which every sum is multiplied
+      bool finite = largest <= 3.4e38f;
+      for (int64_t i = 0; i < count; i++) finite = finite && std::isfinite(float(from[i]));
+      scales[b] = finite ? largest / 32767 : std::nanf("");
+      float back = finite && largest > 0 ? 32767 / largest : 0;
+      for (int64_t i = 0; i < count; i++) to[b * BLOCK + i] = int16_t(std::lrintf(float(from[i]) * back));
+    }
+    std::fill(to + n, to + wide(n), int16_t(0));
+  }
+
+  // Sums of products of 16 weights and inputs, two neighbours to a lane.
+  static __m256i add(__m256i sum, const int8_t* w, __m256i x) {
+    __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)w));
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    return _mm256_dpwssd_epi32(sum, wide, x);
+#else
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(wide, x));
+#endif
+  }
+};
+
+// out[r] = W[r] . x for ROWS rows and one token. Unrolled by order: sums that are not would stand in memory, not in
+// registers, and each addition wait for the last one's way there and back.
+template <int ROWS>
+inline void int8_rows(const int8_t* W, int64_t ld, const int16_t* x, const float* scales, int64_t n, float* out) {
+  __m256 total[ROWS] = {};
+  for (int64_t first = 0, b = 0; first < n; first += Int8Math::BLOCK, b++) {
+    __m256i sum[ROWS] = {};
+    int64_t h = first, end = std::min(n, first + Int8Math::BLOCK);
+    for (; h + Int8Math::STEP16 <= end; h += Int8Math::STEP16) {
+      // in the order of the addresses, see `ask_for`
+      const char* next = (const char*)(W + ROWS * ld + ROWS * h);
+      for (int64_t line = 0; line < ROWS * Int8Math::STEP16; line += 64) __builtin_prefetch(next + line);
+      __m256i token = _mm256_loadu_si256((const __m256i*)(x + h));
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) sum[r] = Int8Math::add(sum[r], W + r * ld + h, token);
+    }
+    if (h < end) {
+      __m256i token = _mm256_loadu_si256((const __m256i*)(x + h));
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) {
+        int8_t rest[Int8Math::STEP16] = {};
+        std::memcpy(rest, W + r * ld + h, end - h);
+        sum[r] = Int8Math::add(sum[r], rest, token);
+      }
+    }
+    __m256 scale = _mm256_set1_ps(scales[b]);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) total[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r]), scale, total[r]);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(total[r]), _mm256_extractf128_ps(total[r], 1));
+    half = _mm_hadd_ps(half, half);
+    out[r] = _mm_cvtss_f32(_mm_hadd_ps(half, half));
+  }
+}
+
+// The same for any number of rows and tokens: out[t * ldo + r].
+inline void int8_dots(const int8_t* W, int64_t ld, int64_t rows, const int16_t* x, const float* scales, int64_t tokens,
+                      int64_t n, float* out, int64_t ldo) {
+  int64_t wide = Int8Math::wide(n), blocks = Int8Math::blocks(n);
+  for (int64_t t = 0; t < tokens; t++) {
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) int8_rows<4>(W + r * ld, ld, x + t * wide, scales + t * blocks, n, out + t * ldo + r);
+    for (; r < rows; r++) int8_rows<1>(W + r * ld, ld, x + t * wide, scales + t * blocks, n, out + t * ldo + r);
+  }
+}
+#endif
+
+}  // namespace molora
