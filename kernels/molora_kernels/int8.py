@@ -1,8 +1,8 @@
 """Weights of a linear as int8 with a scale per row (output): W_oi = q_oi s_o, s_o = max_i |W_oi| / 127.
 
 Rounding to nearest, symmetric, no zero point: such a weight loses a hundredth of its size or less where a row
-has no outliers. Adapters and sums stay in floating point. So do inputs here, but the CPU kernel for few tokens
-takes them as 16-bit integers with a scale for every 256, which costs a thousandth of it.
+has no outliers. Adapters and sums stay in floating point, inputs too but for the CPU kernel of few tokens: it
+takes them as 16-bit integers with a scale for every 256, which costs a thousandth of that.
 """
 
 from __future__ import annotations
