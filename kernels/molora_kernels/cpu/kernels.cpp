@@ -102,16 +102,29 @@ void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias,
   };
 
   in_parallel(threads, [&](int id, int count) {
-    for (int64_t c = 0; c < choices; c++) {
-      auto [first, end] = share(ad->rank(c), 4, id, count);
-      if (first == end) continue;
-      float* to = z.data() + c * ad->widest;
-      dots<Own>(ad->down(c) + first * ad->lda, ad->lda, end - first, own->values.data() + c / ad->top * own->wide, 0, 1,
-                in, to + first, 0);
-      float factor = ad->gates[c] * ad->scale[ad->slots[c]];
-      for (int64_t r = first; r < end; r++) to[r] *= factor;
-    }
-    if (choices) wait_for_all(count);
+    // this thread's rows of A: asked for while W's first block streams, because they begin elsewhere for each choice
+    auto ask_down = [&](int64_t part, int64_t parts) {
+      for (int64_t c = 0; c < choices; c++) {
+        auto [first, end] = share(ad->rank(c), 4, id, count);
+        for (int64_t r = first + (end - first) * part / parts; r < first + (end - first) * (part + 1) / parts; r++)
+          for (int64_t b = 0; b < in; b += 64 / int64_t(sizeof(T))) __builtin_prefetch(ad->down(c) + r * ad->lda + b);
+      }
+    };
+    bool shrunk = choices == 0;
+    auto shrink = [&] {
+      if (shrunk) return;
+      shrunk = true;
+      for (int64_t c = 0; c < choices; c++) {
+        auto [first, end] = share(ad->rank(c), 4, id, count);
+        if (first == end) continue;
+        float* to = z.data() + c * ad->widest;
+        dots<Own>(ad->down(c) + first * ad->lda, ad->lda, end - first, own->values.data() + c / ad->top * own->wide, 0,
+                  1, in, to + first, 0);
+        float factor = ad->gates[c] * ad->scale[ad->slots[c]];
+        for (int64_t r = first; r < end; r++) to[r] *= factor;
+      }
+      wait_for_all(count);
+    };
     auto [first, end] = share(out, 4, id, count);
     std::vector<float> block(2 * N * BLOCK);
     float* plain = block.data() + N * BLOCK;
@@ -120,9 +133,11 @@ void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias,
       // the pieces of B's rows are short, and each begins elsewhere: ask for the next block's while W's rows stream
       if (o == first) ask(o, n, 0, 1);
       for (int64_t q = 0; q < n; q += 4) {
+        if (!shrunk) ask_down(q / 4, (n + 3) / 4);
         ask(o + n, std::min(BLOCK, end - o - n), q / 4, (n + 3) / 4);
         tokens.rows(W + (o + q) * ldw, ldw, std::min<int64_t>(4, n - q), block.data() + q, BLOCK);
       }
+      shrink();
       for (int64_t t = 0; t < N; t++) {
         float* row = block.data() + t * BLOCK;
         if (row_scale)
@@ -134,6 +149,7 @@ void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias,
         for (int64_t i = 0; i < n; i++) y[t * out + o + i] = T(row[i]);
       }
     }
+    shrink();  // a thread without outputs has its share of z
   });
 }
 
