@@ -61,6 +61,29 @@ def test_full_chunked_cached_and_padded_runs_agree() -> None:
     torch.testing.assert_close(left.logp[:, 5:], full.logp, atol=1e-10, rtol=0)
 
 
+def test_an_id_outside_the_table_is_its_edge_however_many_come() -> None:
+    """One token goes through the compiled step where that is there, many through torch."""
+    from molora_kernels import resolve
+
+    try:
+        resolve("cpu")
+    except ValueError as error:
+        pytest.skip(str(error))
+    spec, tensors, embedding = _parts()
+    net = ContextNet(WIDTH, 3, projection=8, hidden=16, decays=DECAYS, units=5)
+    torch.nn.init.normal_(net.ahead.outer.weight)  # type: ignore[union-attr]
+    spec.params["ahead"] = {"units": 5, "cuts": [0, VOCABULARY - 1]}
+    stage = _stage(embedding, spec, {**tensors, **net.state_dict()})
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9, VOCABULARY + 7, 4, 5, -2, 6]])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    full, _ = stage.score(ids, mask, stage.start(1))
+    state, found = stage.start(1), []
+    for part in ids.split(1, dim=1):
+        scores, state = stage.score(part, mask[:, :1], state)
+        found.append(scores.logp)
+    torch.testing.assert_close(torch.cat(found, 1), full.logp, atol=1e-10, rtol=0)
+
+
 def test_it_is_causal_and_reads_the_context() -> None:
     spec, tensors, embedding = _parts()
     stage = _stage(embedding, spec, tensors)

@@ -111,9 +111,8 @@ class ContextStage(IdStage):
     @torch.no_grad()
     def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
         if self._step is not None and ids.numel() == 1 and self._step.ready and bool(mask):
-            token = int(ids)
-            row, cut = self.table[min(max(token, 0), len(self.table) - 1)], token in self._cut_ids
-            features, logp, after = self._step(row, cut, state)
+            token = min(max(int(ids), 0), len(self.table) - 1)  # as for many, see `features`
+            features, logp, after = self._step(self.table[token], token in self._cut_ids, state)
             return Scores(share_out(logp, features, self.gates).unsqueeze(2)), after
         features, after = self.features(ids, mask, state)
         cuts = self.cuts[ids.clamp(0, len(self.cuts) - 1)]
