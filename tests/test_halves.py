@@ -11,7 +11,8 @@ from torch import Tensor
 
 from molora_cli.core.router.context_net import ContextNet
 from molora_cli.core.router.features import DECAYS
-from molora_cli.core.training.context_batches import CHUNK, ContextBatches
+from molora_cli.core.training import context_batches
+from molora_cli.core.training.context_batches import CHUNK, ContextBatches, _groups
 from molora_cli.core.training.halves import (
     Part,
     dropped,
@@ -64,6 +65,19 @@ def test_rows_side_by_side_have_the_features_that_each_has_alone(
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-5)
     some = torch.rand(len(found), generator=torch.Generator().manual_seed(2)) < 0.4
     assert torch.equal(batches.features(net, rows, some), found[some])
+
+
+@pytest.mark.parametrize(("together", "sizes"), [(1, [1] * 6), (2, [2, 1, 1, 1, 1]), (8, [4, 1, 1])])
+def test_long_rows_are_worked_on_one_after_another(
+    together: int, sizes: list[int], net: ContextNet, batches: ContextBatches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [_ids(length) for length in LENGTHS]
+    some = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(2)) < 0.4
+    wanted = batches.features(net, rows, some)
+    assert len(_groups(rows)) == 1
+    monkeypatch.setattr(context_batches, "_TOGETHER", together)
+    assert [len(group) for group in _groups(rows)] == sizes
+    torch.testing.assert_close(batches.features(net, rows, some), wanted, rtol=0, atol=1e-5)
 
 
 def test_gradients_reach_the_projection_through_every_chunk(net: ContextNet, batches: ContextBatches) -> None:

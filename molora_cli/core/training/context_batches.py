@@ -23,6 +23,8 @@ from molora_cli.core.router.context_net import ContextNet
 from molora_cli.core.router.features import centre_and_scale
 
 CHUNK = 16
+# chunks of rows that are worked on together: what they carry to one another takes the square of their number
+_TOGETHER = 512
 _LEAST = 1e-12
 
 
@@ -50,6 +52,14 @@ class ContextBatches:
     def features(self, net: ContextNet, rows: Sequence[Tensor], wanted: Tensor | None = None) -> Tensor:
         """Context features (N, (1 + D) p) of the tokens of rows, ids (T,) each, one row after another;
         wanted (sum of T,) bool: which tokens, None = all. Differentiable in the projection."""
+        found, first = [], 0
+        for group in _groups(rows):
+            end = first + sum(len(ids) for ids in group)
+            found.append(self._together(net, group, None if wanted is None else wanted[first:end]))
+            first = end
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _together(self, net: ContextNet, rows: Sequence[Tensor], wanted: Tensor | None) -> Tensor:
         lengths = torch.tensor([len(ids) for ids in rows])
         chunks = -(-lengths // CHUNK)  # of each row
         total = int(chunks.sum())
@@ -78,3 +88,17 @@ class ContextBatches:
         gain = (1 - self.decay) / (1 - self._powers(place + 1))  # (N, D): 1 / w
         averages = F.embedding(at, sums.view(-1, net.projection)) * gain.unsqueeze(-1)
         return F.layer_norm(averages, (net.projection,)).flatten(1)
+
+
+def _groups(rows: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Rows in groups of `_TOGETHER` chunks at most, in their order; a longer row is a group of its own."""
+    found: list[list[Tensor]] = []
+    used = _TOGETHER
+    for ids in rows:
+        chunks = -(-len(ids) // CHUNK)
+        if not found or used + chunks > _TOGETHER:
+            found.append([])
+            used = 0
+        found[-1].append(ids)
+        used += chunks
+    return found
