@@ -155,6 +155,11 @@ def test_a_stopped_run_goes_on_to_the_same_router(rows: Any, embedding: torch.Te
     other = RouterSettings(**{**vars(FAST), "steps": 40})
     with pytest.raises(InputError, match="other data or settings"):
         train_context(rows, embedding, other, work=tmp_path, resume=True)
+    old = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    torch.save({**old, "key": f"{rows.digest} {FAST.digest()}"}, tmp_path / CHECKPOINT)
+    with pytest.raises(InputError, match="another version"):  # which took its steps in another way
+        train_context(rows, embedding, FAST, work=tmp_path, resume=True)
+    torch.save(old, tmp_path / CHECKPOINT)
     torch.manual_seed(99)  # the state around must not matter
     resumed = train_context(rows, embedding, FAST, work=tmp_path, resume=True)
     assert all(torch.equal(whole.tensors[k], resumed.tensors[k]) for k in whole.tensors)

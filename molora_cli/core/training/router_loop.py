@@ -45,6 +45,7 @@ from molora_cli.errors import InputError, MoloraError
 from molora_cli.out import Ticker, no_ticks
 
 CHECKPOINT = "router-checkpoint.pt"
+_STEPS = "halves"  # how a step is taken: a run begun in another way would not end in the same router
 _STATISTICS_ROWS = 150  # rows per domain that the additive statistics are taken from
 
 
@@ -142,7 +143,7 @@ def load_checkpoint(path: Path, key: str) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read", "run the command without --resume") from error
     if found.get("key") != key:
         raise InputError(
-            f"{path} belongs to other data or settings",
+            f"{path} belongs to other data or settings, or to another version of molora",
             "resume with the same --data, --seed and --steps, or run without --resume",
         )
     return found
@@ -168,7 +169,7 @@ def train_context(
     Raises Interrupted on Ctrl-C, InputError where there is nothing to resume or it belongs to another run.
     """
     began = time.monotonic()
-    key = f"{rows.digest} {settings.digest()}"
+    key = f"{rows.digest} {settings.digest()} {_STEPS}"
     checkpoint = work / CHECKPOINT if work is not None else None
     keep_freed_memory()
     batches = ContextBatches(embedding, rows.cuts, settings.decays)
