@@ -1,4 +1,4 @@
-"""The attention of one token against float64, and the room that it reads and writes."""
+"""The attention of one token against float64, the room that it reads and writes, and its routes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from molora_kernels import resolve
 from transformers import AutoModelForCausalLM
 
+from molora_cli.core.routed.route import Route
 from molora_cli.core.runtime.cache import new_cache
+from molora_cli.core.runtime.loaded import _write
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,6 +77,15 @@ def test_it_has_no_derivative() -> None:
         torch.ops.molora_cpu.attend(
             q, kept[:, :, :1], kept[:, :, :1], kept, kept.clone(), torch.tensor([0]), 1.0
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_gates_of_any_kind_are_written(dtype: torch.dtype) -> None:
+    slots, gates = torch.zeros(3, 1, 4, dtype=torch.int64), torch.zeros(3, 1, 4)
+    route = Route(torch.tensor([[[[2, -1]]]]), torch.tensor([[[[0.75, 0.25]]]], dtype=dtype))
+    _write([((1, 3), route)], slots, gates)
+    assert slots[:, 0].tolist() == [[0] * 4, [3, 0, 0, 0], [3, 0, 0, 0]]
+    assert gates[:, 0].tolist() == [[0] * 4, [0.75, 0.25, 0, 0], [0.75, 0.25, 0, 0]]
 
 
 @torch.no_grad()

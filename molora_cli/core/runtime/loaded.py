@@ -142,7 +142,7 @@ def _write(planned: Planned, slots: Tensor, gates: Tensor) -> None:
     for (first, end), route in planned:
         k = route.indices.shape[-1]
         to_slots[first:end, 0, :k] = route.indices.numpy()[0, 0, 0] + 1
-        to_gates[first:end, 0, :k] = route.gates.detach().numpy()[0, 0, 0]
+        to_gates[first:end, 0, :k] = route.gates.detach().float().numpy()[0, 0, 0]
 
 
 def _nothing(name: str, own: dict[str, Tensor], slots: int, dtype: torch.dtype) -> Tensor | None:
