@@ -200,3 +200,8 @@ def test_eval_measures_them(chat_bundle: Path, tmp_path: Path, monkeypatch: pyte
         assert eight[name] != nll and eight[name] == pytest.approx(nll, rel=0.01)
     refused = CliRunner().invoke(app, [*ask, "--baselines", "arrow", "--weights", "int8"])
     assert isinstance(refused.exception, InputError) and "PEFT" in str(refused.exception)
+    # said before anything is read
+    unknown = CliRunner().invoke(app, [*ask, "--baselines", "arrow", "--weights", "int4"])
+    assert isinstance(unknown.exception, InputError) and "int4: there is no such kind" in str(
+        unknown.exception
+    )

@@ -21,7 +21,7 @@ from molora_cli.core.evaluation.store import NllStore
 from molora_cli.core.evaluation.tasks import TaskOptions, check_tasks, run_tasks
 from molora_cli.core.evaluation.thresholds import check_sets, parse_minimum
 from molora_cli.core.evaluation.tuning import tune
-from molora_cli.core.routed.quantise import FULL
+from molora_cli.core.routed.quantise import FULL, check_weights
 from molora_cli.core.router.spec import read_spec
 from molora_cli.core.training.data import Example, read_domains
 from molora_cli.core.training.overlap import Seen
@@ -81,6 +81,7 @@ def evaluate(
     possible. Raises InputError for options, rows or routers that do not fit.
     """
     _check(job)
+    check_weights(job.weights)
     wanted = parse_baselines(job.baselines, bundle.adapters)
     _check_weights(job, wanted)
     minimum = parse_minimum(job.minimum)
