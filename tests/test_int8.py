@@ -198,6 +198,10 @@ def test_eval_measures_them(chat_bundle: Path, tmp_path: Path, monkeypatch: pyte
     assert full.keys() == eight.keys()
     for name, nll in full.items():  # kept apart in the store, and close to one another
         assert eight[name] != nll and eight[name] == pytest.approx(nll, rel=0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr("molora_cli.core.routed.quantise.LIMIT", 0.0)
+        stays = CliRunner().invoke(app, [*ask, "--baselines", "none", "--weights", "int8", "--no-cache"])
+    assert any("linears keep their weights" in note for note in json.loads(stays.stdout)["notes"])
     refused = CliRunner().invoke(app, [*ask, "--baselines", "arrow", "--weights", "int8"])
     assert isinstance(refused.exception, InputError) and "PEFT" in str(refused.exception)
     # said before anything is read

@@ -156,7 +156,7 @@ def evaluate(
         document["tasks"] = run_tasks(lab, tasks, routers, options, ticker=ticker, note=notes.append)
     if job.lm_eval:
         document["lm_eval"] = run_harness(lab, routers, job.lm_eval, limit=job.limit, seed=job.seed)
-    document["notes"] = notes + measurement.notes
+    document["notes"] = notes + lab.notes + measurement.notes
     document["warnings"] = warnings
     return document
 

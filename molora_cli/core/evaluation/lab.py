@@ -50,6 +50,7 @@ class Lab:
         self.backend = resolve_backend(backend, self.device)
         check_weights(weights)
         self.weights = weights
+        self.notes: list[str] = []  # of weights that stay
         self._trust = trust_remote_code
         self.tokenizer = load_tokenizer(bundle.base_path, trust_remote_code=trust_remote_code)
         if self.tokenizer is None:
@@ -111,7 +112,7 @@ class Lab:
             self.bundle.base_path, dtype=self.dtype, device=self.device, trust_remote_code=self._trust
         )
         if self.weights == INT8:
-            quantise_base(model)
+            self.notes = quantise_base(model).lines()
         return model
 
     def forget(self) -> None:
