@@ -19,7 +19,7 @@ from molora_cli.core.routed.int8 import Int8Linear
 from molora_cli.core.routed.model import RoutedModel, load
 from molora_cli.core.routed.quantise import LIMIT, quantise_base
 from molora_cli.core.routed.route import Route
-from molora_cli.errors import InputError
+from molora_cli.errors import InputError, MoloraError
 
 
 @pytest.fixture
@@ -145,6 +145,28 @@ def test_what_becomes_of_a_base(base: PreTrainedModel) -> None:
     module = half.model.layers[0].self_attn.q_proj
     assert (module.weight.dtype, module.row_scale.dtype) == (torch.int8, torch.float32)
     assert half(torch.tensor([[5, 6]])).logits.dtype == torch.bfloat16
+
+
+def test_a_head_that_was_tied_cannot_be_tied_again(base: PreTrainedModel) -> None:
+    base.config.tie_word_embeddings = True
+    base.tie_weights()
+    quantise_base(base)
+    wanted = base(torch.tensor([[5, 6]])).logits
+    with pytest.raises(MoloraError, match="tie weights before"):
+        base.tie_weights()
+    assert torch.equal(base(torch.tensor([[5, 6]])).logits, wanted)
+
+
+def test_scales_of_any_strides_and_none_that_do_not_fit(backend: str) -> None:
+    q, scale, _ = quantise_rows(torch.randn(5, 7))
+    wide = torch.stack([scale, -scale], 1)[:, 0]
+    x = torch.randn(2, 7)
+    assert torch.equal(plain_linear(x, q, None, backend, wide), plain_linear(x, q, None, backend, scale))
+    with pytest.raises(RuntimeError):
+        plain_linear(x, q, None, backend, scale[:3])
+    if backend == "cpu":
+        with pytest.raises(RuntimeError, match="a bias of 5"):
+            plain_linear(x, q, torch.zeros(3), backend, scale)
 
 
 def test_outliers_keep_their_weights(base: PreTrainedModel) -> None:

@@ -9,7 +9,7 @@
 
 namespace molora {
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) && defined(__FMA__)
 #define MOLORA_INT8 1
 struct Int8Math {
   using Weight = int8_t;
@@ -27,8 +27,8 @@ struct Int8Math {
       int64_t count = std::min(BLOCK, n - b * BLOCK);
       float largest = 0;
       for (int64_t i = 0; i < count; i++) largest = std::max(largest, std::fabs(float(from[i])));
-      // NaN and Inf stay what they are: in the scale, by which every sum is multiplied
-      bool finite = largest <= 3.4e38f;
+      // NaN and Inf make every output NaN: the scale holds it, by which all sums are multiplied
+      bool finite = true;
       for (int64_t i = 0; i < count; i++) finite = finite && std::isfinite(float(from[i]));
       scales[b] = finite ? largest / 32767 : std::nanf("");
       float back = finite && largest > 0 ? 32767 / largest : 0;

@@ -152,10 +152,14 @@ static Tensor product(const Tensor& x, const Tensor& weight, const Maybe& bias, 
   TORCH_CHECK(x.size(-1) == in, "x has ", x.size(-1), " features, the weight ", in);
   TORCH_CHECK(row_scale ? weight.scalar_type() == at::kChar : weight.scalar_type() == x.scalar_type(),
               "x is ", x.scalar_type(), ", the weight ", weight.scalar_type());
+  TORCH_CHECK(!row_scale || (row_scale->numel() == out && row_scale->scalar_type() == at::kFloat),
+              "one float32 scale for each of ", out, " rows expected");
+  TORCH_CHECK(!bias || (bias->numel() == out && bias->scalar_type() == x.scalar_type()), "a bias of ", out, " ",
+              x.scalar_type(), " expected");
   auto sizes = x.sizes().vec();
   sizes.back() = out;
   Rows flat(x);
-  Maybe offset = dense(bias);
+  Maybe offset = dense(bias), scales = dense(row_scale);
   int64_t N = flat.count;
   if (N == 0 || out == 0) return at::empty(sizes, x.options());
   return by_type(x.scalar_type(), [&](auto zero) {
@@ -171,7 +175,7 @@ static Tensor product(const Tensor& x, const Tensor& weight, const Maybe& bias, 
       const T* from = flat.data<T>();
       if (row_scale)
         decode<T, int8_t>(W.data<int8_t>(), W.stride,
-                                                 row_scale->const_data_ptr<float>(), bias_data, from, flat.stride, N,
+                                                 scales->const_data_ptr<float>(), bias_data, from, flat.stride, N,
                                                  in, out, ad, to, threads());
       else
         decode<T, T>(W.data<T>(), W.stride, nullptr, bias_data, from,

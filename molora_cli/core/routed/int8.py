@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from molora_kernels import int8_linear, widen_rows
 from torch import Tensor, nn
+
+from molora_cli.errors import MoloraError
 
 
 class Int8Linear(nn.Module):
@@ -32,6 +35,15 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) -> W x + bias, (..., out), in x's dtype."""
         return int8_linear(x, self.weight, self.bias, self.row_scale)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and isinstance(value, Tensor) and value.is_floating_point():
+            # transformers' tie_weights would, and the scales would then be applied to a plain weight
+            raise MoloraError(
+                "an int8 linear cannot share a float weight with the embedding",
+                "tie weights before they become int8",
+            )
+        super().__setattr__(name, value)
 
     def widened(self) -> Tensor:
         """The weight (out, in) in float32."""

@@ -136,7 +136,7 @@ def start(document: Mapping[str, Any], path: Path) -> subprocess.Popen[bytes] | 
             raise PackageError(reason)
         lock = builders.take(path)
     except cpu_build.BuildError as error:
-        raise PackageError(str(error)) from error
+        raise PackageError(f"{error}; {error.remedy}") from error
     except OSError as error:
         raise PackageError(f"{path.parent} cannot be written ({error.strerror})") from error
     if lock is None:
