@@ -329,6 +329,7 @@ def test_help_shows_two_examples_without_torch() -> None:
     assert done.stdout.count("molora chat my-bundle") == 2
 
 
+@pytest.mark.slow
 def test_an_ascii_terminal_gets_replacement_characters(bundle: Path, loaded: Any) -> None:
     ids = loaded.tokenizer(LETTERS, add_special_tokens=False)["input_ids"]
     script = (

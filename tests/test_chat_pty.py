@@ -231,6 +231,7 @@ def test_forty_columns_without_colour(spawn: Spawn) -> None:
     assert not re.search(r"\x1b\[[0-9;]*[34]8;", terminal.raw)
 
 
+@pytest.mark.slow
 def test_a_dumb_terminal(spawn: Spawn) -> None:
     terminal = spawn("--max-new-tokens", "8", "--ignore-eos", TERM="dumb", COLUMNS="0")
     terminal.wait(READY)
@@ -269,6 +270,7 @@ def paste_a_megabyte(terminal: Terminal) -> None:
     terminal.wait("8 tokens")
 
 
+@pytest.mark.slow
 def test_a_terminal_of_plain_ascii_takes_a_megabyte(spawn: Spawn) -> None:
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
     terminal = spawn("--max-new-tokens", "8", "--ignore-eos", NO_COLOR="1", **plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +51,36 @@ def refused(*arguments: object) -> str:
     return f"{error.message} {error.remedy}"
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> dict[str, Path]:
+def write_rows(folder: Path) -> dict[str, Path]:
     found = {}
     for name, texts in TEXTS.items():
-        found[name] = tmp_path / f"{name}.jsonl"
+        found[name] = folder / f"{name}.jsonl"
         lines = (json.dumps({"text": f"{text} " * (3 + i)}) for i in range(2) for text in texts)
         found[name].write_text("\n".join(lines) + "\n")
     return found
 
 
 @pytest.fixture
-def grown(pair: Path, trio: dict[str, Path], files: dict[str, Path]) -> Path:
+def files(tmp_path: Path) -> dict[str, Path]:
+    return write_rows(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def made_grown(made_pair: Path, trio: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grown")
+    rows, bundle = write_rows(folder), folder / "bundle"
+    shutil.copytree(made_pair, bundle)
+    data = [f"--data={name}={rows[name]}" for name in ("one", "two")]
+    assert run("train-router", bundle, *data, "--steps", 60, "--mixes", 20, "--force").exit_code == 0
+    done("add", bundle, f"new={trio['new']}")
+    return bundle
+
+
+@pytest.fixture
+def grown(made_grown: Path, tmp_path: Path) -> Path:
     """Adapters one, two and new; a context router that knows one and two."""
-    data = [f"--data={name}={files[name]}" for name in ("one", "two")]
-    assert run("train-router", pair, *data, "--steps", 60, "--mixes", 20, "--force").exit_code == 0
-    done("add", pair, f"new={trio['new']}")
-    return pair
+    shutil.copytree(made_grown, tmp_path / "bundle")
+    return tmp_path / "bundle"
 
 
 def tensors(bundle: Path) -> Tensors:

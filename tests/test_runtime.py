@@ -123,13 +123,13 @@ def answer(model: RoutedModel, ids: list[int] = PROMPT, new: int = 24, **options
     return list(stream_ids(model, ids, max_new_tokens=new, **options))
 
 
-def same(one: list[Any], other: list[Any]) -> None:
+def same(one: list[Any], other: list[Any], limit: float = 1e-4) -> None:
     assert [e.id for e in one] == [e.id for e in other]
     assert [(e.route.indices, e.route.names) for e in one] == [
         (e.route.indices, e.route.names) for e in other
     ]
     for a, b in zip(one, other, strict=True):
-        assert abs(a.logprob - b.logprob) < 1e-4
+        assert abs(a.logprob - b.logprob) < limit
 
 
 def test_an_answer_is_the_one_without_it(chat: RoutedModel, shop: Workshop) -> None:
@@ -154,7 +154,8 @@ def test_int8_weights_have_a_step_of_their_own(chat_bundle: Path, shop: Workshop
     runtime.prepare()
     assert runtime.ready and len(shape_of(model).int8) == 29
     for route, events in wanted.items():
-        same(answer(model, new=8, route=route), events)
+        # a forward of a prompt takes no 16-bit inputs, a token does: either way, each has its own keys
+        same(answer(model, new=8, route=route), events, limit=1e-3)
     assert runtime.ready  # the first logits were compared
     assert shape_of(load(chat_bundle, backend="cpu")).int8 == ()
 

@@ -242,5 +242,5 @@ def test_what_is_no_whole_package_is_damaged(tmp_path: Path) -> None:
 
 def test_all_that_shapes_the_graph_names_the_package() -> None:
     assert all(source.is_file() for source in package.SOURCES)
-    shaping = {"step.py", "build.py", "attach.py", "live.py", "modules.py", "cpu_ops.py"}
+    shaping = {"step.py", "build.py", "attach.py", "int8.py", "live.py", "modules.py", "cpu_ops.py"}
     assert {source.name for source in package.SOURCES} == shaping
