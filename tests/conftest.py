@@ -148,6 +148,17 @@ def made_pair(tiny_llama: Path, trio: dict[str, Path], tmp_path_factory: pytest.
     return folder
 
 
+@pytest.fixture(scope="session")
+def cpu_kernels() -> None:
+    """The compiled CPU operators; tests that need them are skipped where they cannot be."""
+    from molora_kernels import resolve
+
+    try:
+        resolve("cpu")
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture
 def pair(made_pair: Path, tmp_path: Path) -> Path:
     """A bundle of the adapters one and two, in tmp_path."""

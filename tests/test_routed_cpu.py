@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from molora_kernels import resolve
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from molora_cli.core.adapter.factors import Factors
@@ -15,13 +14,7 @@ from molora_cli.core.routed.model import RoutedModel
 from molora_cli.core.routed.modules import PlainLinear, Replacement, RoutedLinear
 from molora_cli.core.routed.route import Route
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    try:
-        resolve("cpu")
-    except ValueError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.fixture

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from molora_kernels import resolve
 from torch import Tensor, nn
 
 from molora_cli.core.router.context_net import ContextNet
 from molora_cli.core.router.kinds import State
 from molora_cli.core.router.token_step import TokenStep
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    try:
-        resolve("cpu")
-    except ValueError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def made(experts: int, width: int, hidden: int, units: int, decays: tuple[float, ...]) -> ContextNet:

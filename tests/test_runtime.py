@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from molora_kernels import resolve
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from molora_cli.core.adapter.factors import Factors
@@ -24,6 +23,8 @@ from molora_cli.core.runtime.cache import RoomCache, new_cache
 from molora_cli.core.runtime.package import PackageError
 from molora_cli.core.runtime.runtime import LOOK_EVERY, Runtime, shape_of
 from molora_cli.core.runtime.step import TABLES, TOP, Shape, export_step
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 PROMPT = list(range(70, 100))
 
@@ -93,14 +94,6 @@ class Workshop:
     def runtime(self, model: RoutedModel, **options: Any) -> Runtime:
         model.runtime = Runtime(model, self.said.append, **{"load": self.load, "make": self.make, **options})
         return model.runtime
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    try:
-        resolve("cpu")
-    except ValueError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -6,20 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from molora_kernels import resolve
 from transformers import AutoModelForCausalLM
 
 from molora_cli.core.routed.route import Route
 from molora_cli.core.runtime.cache import new_cache
 from molora_cli.core.runtime.loaded import _write
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    try:
-        resolve("cpu")
-    except ValueError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

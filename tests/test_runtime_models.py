@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from molora_kernels import resolve
 
 from molora_cli.core.bench.material import random_factors
 from molora_cli.core.routed.model import RoutedModel
@@ -15,6 +14,8 @@ from molora_cli.core.routed.route import Route
 from molora_cli.core.runtime.cache import new_cache
 from molora_cli.core.runtime.runtime import shape_of, unsupported
 from molora_cli.core.runtime.step import TOP, make_step
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -34,14 +35,6 @@ WITHOUT = {
     "Gemma3Text": "does not keep all keys",
     "StableLm": "attention is its own",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    try:
-        resolve("cpu")
-    except ValueError as error:
-        pytest.skip(str(error))
 
 
 def model_of(kind: str) -> RoutedModel:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from molora_kernels import resolve
 
 from molora_cli.core.generate import encode_prompt, stream_ids
 from molora_cli.core.routed.model import RoutedModel, load
@@ -18,13 +17,7 @@ from molora_cli.core.runtime.build import build
 from molora_cli.core.runtime.package import PackageError, failure, make_now, package_path
 from molora_cli.core.runtime.runtime import Runtime, shape_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    try:
-        resolve("cpu")
-    except ValueError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def names(folder: Path) -> list[str]:

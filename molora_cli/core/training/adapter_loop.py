@@ -348,7 +348,7 @@ def run(
     earlier = trainer.load_state(state, digest) or 0.0
     begun = saved = time.monotonic()
     mean: float | None = None
-    torch.set_flush_denormal(True)  # gradients far below all others cost a hundred times as long
+    torch.set_flush_denormal(True)  # to compute with denormal numbers is slow
     try:
         with metrics.open("a" if trainer.step else "w", encoding="utf-8") as log:
             while trainer.step < len(plan):
