@@ -112,6 +112,7 @@ class TrainAdapterSection(RecipeSection):
     grad_clip: float | None = None
     save_dtype: str | None = None
     seed: int | None = None
+    val_every: int | None = None
 
 
 class EvalSection(RecipeSection):

@@ -70,6 +70,17 @@ def encoded(tiny_llama: Path, n: int = 6) -> list[Any]:
     return encode_all(AutoTokenizer.from_pretrained(tiny_llama), examples, 64)
 
 
+def test_measures_on_the_way_are_written_and_change_nothing(
+    base: SimpleNamespace, job: AdapterJob, tmp_path: Path
+) -> None:
+    plain = train_job(job, base, SETTINGS, tmp_path / "plain")
+    watched = train_job(job, base, SETTINGS, tmp_path / "watched", val_every=2)
+    lines = [json.loads(x) for x in (tmp_path / "watched/say/metrics.jsonl").read_text().splitlines()]
+    points = {m["step"]: m["nll"] for m in lines if "nll" in m}
+    assert sorted(points) == list(range(2, plain["steps"] + 1, 2))
+    assert points[max(points)] < points[2] and watched["nll"] == plain["nll"]
+
+
 def test_trains_and_writes_a_folder_that_peft_opens(
     base: SimpleNamespace, job: AdapterJob, tmp_path: Path, tiny_llama: Path
 ) -> None:

@@ -9,6 +9,7 @@ stores, so its limits are wide; the real ones hold on a GPU (docs/benchmarks/gpu
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import sys
@@ -284,6 +285,71 @@ def fake_kernels_agree() -> None:
     segments = sort_by_slot(plan.slots, 2, 16)
     prefill = (case.x, case.y, None, *factors, plan.weights, None, None, *segments, rank)
     torch.library.opcheck(ops.prefill.default, prefill, test_utils=tests)
+
+
+@check
+def whole_model() -> None:
+    """A routed model on this backend against the one in torch: a prompt long enough to be sorted, then single
+    tokens, two adapters of unlike ranks, one of them DoRA with a bias, another route for every token."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from molora_cli.core.adapter.factors import Factors
+    from molora_cli.core.routed.model import RoutedModel
+    from molora_cli.core.routed.route import Route
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128,
+    )  # fmt: skip
+    base = LlamaForCausalLM(config).eval()
+    linears = {n: m for n, m in base.named_modules() if isinstance(m, torch.nn.Linear)}
+
+    def adapter(rank: int, dora: bool, leave: str) -> dict[str, Factors]:
+        made = {}
+        for path, m in linears.items():
+            if leave in path:
+                continue
+            outputs, inputs = m.weight.shape
+            A, B = torch.randn(rank, inputs) * 0.2, torch.randn(outputs, rank) * 0.2
+            bias = torch.randn(outputs) * 0.1 if dora else None
+            made[path] = Factors(A, B, 0.7, bias, torch.rand(outputs) + 0.5 if dora else None)
+        return made
+
+    adapters = {"a": adapter(4, False, "lm_head"), "b": adapter(6, True, "down_proj")}
+    gen = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 96, (1, 68), generator=gen)
+    route = Route(torch.randint(-1, 2, (1, 68, 2), generator=gen), torch.rand(1, 68, 2, generator=gen))
+    called: list[str] = []
+    kept = {name: getattr(linear, name) for name in ("decode", "prefill")}
+    for name, op in kept.items():
+        setattr(linear, name, lambda *args, name=name, op=op: (called.append(name), op(*args))[1])
+    logits = {}
+    try:
+        for backend in ("torch", "triton"):
+            model = RoutedModel.from_parts(copy.deepcopy(base), adapters, backend=backend)
+            assert model.backend == backend
+            with torch.no_grad():
+                early = Route(route.indices[:, :66], route.gates[:, :66])
+                first = model(ids[:, :66], route=early, use_cache=True)
+                found, cache = [first.logits], first.past_key_values
+                for t in range(66, 68):
+                    one = Route(route.indices[:, t : t + 1], route.gates[:, t : t + 1])
+                    step = model(ids[:, t : t + 1], route=one, past_key_values=cache, use_cache=True)
+                    found.append(step.logits)
+            logits[backend] = torch.cat(found, dim=1)
+            assert bool(called) == (backend == "triton")
+    finally:
+        for name, op in kept.items():
+            setattr(linear, name, op)
+    assert called.count("prefill") == 8 and called.count("decode") == 2 * 8, called
+    near(logits["triton"], logits["torch"].double(), torch.float32)
+    nobody = Route(torch.full((1, 3, 1), -1), torch.ones(1, 3, 1))
+    plain = RoutedModel.from_parts(copy.deepcopy(base), {}, backend="triton")
+    with torch.no_grad():
+        bare = plain(ids[:, :3], route=nobody).logits
+        kept_out = model(ids[:, :3], route=nobody).logits
+    assert torch.equal(bare, kept_out)
 
 
 def sweep() -> None:

@@ -2,11 +2,11 @@
 text."""
 
 from molora_kernels.backend import resolve
-from molora_kernels.bank import Bank, Columns, Layout, Plan, make_extent, make_plan
+from molora_kernels.bank import Bank, Columns, Layout, Plan, Sorted, make_extent, make_plan
 from molora_kernels.dispatch import routed_embedding, routed_linear
 from molora_kernels.hot import HotBank
 from molora_kernels.int8 import Quantised, int8_linear, quantise_rows, widen_rows
-from molora_kernels.ops import mixed_delta, mixed_linear, plain_linear
+from molora_kernels.ops import mixed_delta, mixed_linear, plain_linear, prepared
 
 __all__ = [
     "Bank",
@@ -15,12 +15,14 @@ __all__ = [
     "Layout",
     "Plan",
     "Quantised",
+    "Sorted",
     "int8_linear",
     "make_extent",
     "make_plan",
     "mixed_delta",
     "mixed_linear",
     "plain_linear",
+    "prepared",
     "quantise_rows",
     "resolve",
     "routed_embedding",

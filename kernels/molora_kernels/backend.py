@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from molora_kernels.cpu_build import BuildError
 
-BACKENDS = ("torch", "cpu")
-PLANNED = ("triton",)
+BACKENDS = ("torch", "cpu", "triton")
 
 Notify = Callable[[str], None]
 
@@ -20,7 +19,8 @@ def resolve(name: str = "auto", *, device: str = "cpu", notify: Notify | None = 
 
     "auto" on a CPU: "cpu" where its operators are compiled. Where they are not they begin to be, beside this
     process, which goes on in "torch" at once; `notify` (None = a Python warning) is told so, or that there is
-    no compiler, once. "cpu" waits for the compiler. Raises ValueError for a name that is unknown or not
+    no compiler, once. "cpu" waits for the compiler. "auto" on a GPU is "torch": the Triton kernels have not
+    been measured on one. Raises ValueError for a name that is unknown or not
     available here.
     """
     if name == "auto":
@@ -32,12 +32,18 @@ def resolve(name: str = "auto", *, device: str = "cpu", notify: Notify | None = 
         if failure:
             raise ValueError(f"the CPU kernels are not available: {failure}")
         return name
+    if name == "triton":
+        from molora_kernels import triton_ops
+
+        reason = triton_ops.available()
+        if reason:
+            raise ValueError(f"the Triton kernels cannot run here: {reason}")
+        if device != "cuda" and not triton_ops.interpreted():
+            raise ValueError(f"the backend 'triton' does not run on {device}")
+        return name
     if name in BACKENDS:
         return name
-    available = ", ".join(("auto", *BACKENDS))
-    if name in PLANNED:
-        raise ValueError(f"the backend '{name}' is not available in this version (available: {available})")
-    raise ValueError(f"there is no backend '{name}' (available: {available})")
+    raise ValueError(f"there is no backend '{name}' (available: {', '.join(('auto', *BACKENDS))})")
 
 
 def _best(device: str, notify: Notify | None) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,19 @@ class Columns:
     chosen: Tensor
 
 
+class Sorted(NamedTuple):
+    """Of N tokens with J choices among S slots, for tiles of `block` rows.
+
+    order: (J, N) int32 token ids by slot, ties in the order of the tokens. offsets: (J, S+1) int32: s owns
+    order[j, offsets[j, s]:offsets[j, s+1]]. tiles: (J, S) int32: tiles of `block` rows for slots 0 to s.
+    """
+
+    order: Tensor
+    offsets: Tensor
+    tiles: Tensor
+    block: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """The routes of N tokens, ready for every module of a group of layers.
@@ -36,6 +50,7 @@ class Plan:
     slots: (N, J) int64, 0 = base. weights: (N, J) float. gates: (N, S) float, the weights summed per slot
     (the base's column is zero). chosen: (N, S) bool. columns: one entry per layout of the modules, in their
     order. shape: leading dimensions of the block, (B, T) or what a head sees of it; N is their product.
+    segments: the tokens sorted by slot, for kernels that take one slot's tokens at a time (`ops.prepared`).
     """
 
     slots: Tensor
@@ -44,6 +59,7 @@ class Plan:
     chosen: Tensor
     columns: tuple[Columns, ...]
     shape: tuple[int, ...]
+    segments: Sorted | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,8 @@ class Bank:
     scale folded in (lora_bias). base_bias: (out,) or None, the module's own bias, needed beside `out_scale`.
     finite: no NaN or Inf in any factor; otherwise the slots are computed apart, so that none leaks.
     extent: (S, 2) int64, first column and number of columns of each slot, and scale: (S,) float32, for
-    kernels that gather by slot instead of masking; None where only the torch twin runs.
+    kernels that gather by slot instead of masking; None where only the torch twin runs. max_rank: what no
+    slot is above, now or later, so that buffers are sized without a look at the device; None = read it.
     """
 
     A: Tensor
@@ -114,3 +131,4 @@ class Bank:
     finite: bool = True
     extent: Tensor | None = None
     scale: Tensor | None = None
+    max_rank: int | None = None

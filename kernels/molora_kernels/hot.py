@@ -60,6 +60,7 @@ class HotBank:
             finite=False,
             extent=self.extent,
             scale=self.scale,
+            max_rank=max(self.capacities),
         )
 
     def layout(self) -> Layout:

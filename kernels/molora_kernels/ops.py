@@ -6,6 +6,8 @@ under autograd, so that no gradient is lost.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,10 @@ def plain_linear(
     `int8`), bias: (out,) or None -> (..., out)."""
     if backend == "cpu" and cpu_ops.takes(x, None if row_scale is not None else weight, bias):
         return torch.ops.molora_cpu.gemv(x, weight, bias, row_scale)
+    if backend == "triton" and row_scale is None:
+        from molora_kernels.triton_ops import linear
+
+        return linear.plain_linear(x, weight, bias)
     return _product(x, weight, bias, row_scale)
 
 
@@ -51,6 +57,11 @@ def mixed_linear(
         if _masks(x, bank, plan):
             return _masked(x, plain_linear(x, weight, bias, backend, row_scale), bank, plan)
         return torch.ops.molora_cpu.linear(x, weight, bias, row_scale, *cpu_ops.adapters(bank, plan))
+    if backend == "triton" and row_scale is None:
+        from molora_kernels.triton_ops import linear
+
+        rank = linear.highest_rank(bank)
+        return linear.mixed_linear(x, weight, bias, bank, plan, max_rank=rank, segments=plan.segments)
     return routed_linear(x, _product(x, weight, bias, row_scale), bank, plan)
 
 
@@ -60,7 +71,22 @@ def mixed_delta(x: Tensor, y: Tensor, bank: Bank, plan: Plan, backend: str = "to
     """
     if backend == "cpu" and _runs(x, bank, plan, y):
         return torch.ops.molora_cpu.delta(y, x, bank.base_bias, *cpu_ops.adapters(bank, plan))
+    if backend == "triton":
+        from molora_kernels.triton_ops import linear
+
+        rank = linear.highest_rank(bank)
+        return linear.mixed_delta(x, y, bank, plan, max_rank=rank, segments=plan.segments)
     return routed_linear(x, y, bank, plan)
+
+
+def prepared(plan: Plan, backend: str = "torch") -> Plan:
+    """The plan with what a backend needs of it once for all modules: "triton" takes float32 weights, and many
+    tokens sorted by slot."""
+    if backend != "triton" or plan.weights.requires_grad:
+        return plan
+    from molora_kernels.triton_ops import linear
+
+    return replace(plan, weights=plan.weights.float(), segments=linear.sort_plan(plan))
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, row_scale: Tensor | None) -> Tensor:

@@ -70,7 +70,7 @@ def command(
     trust_remote_code: options.TrustRemoteCode = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    backend: Annotated[str, typer.Option(help="What runs the linears: auto, torch or cpu.")] = "auto",
+    backend: Annotated[str, typer.Option(help="What runs the linears: auto, torch, cpu or triton.")] = "auto",
     weights: options.Weights = "full",
     compile: Annotated[
         bool,

@@ -71,6 +71,9 @@ def command(
     val: Annotated[
         list[str] | None, typer.Option(help="NAME=FILE of held-out rows; else a twentieth is kept back.")
     ] = None,
+    val_every: Annotated[
+        int | None, typer.Option(help="Steps between measures on held-out rows, for the curve (0: none).")
+    ] = None,
     init: Annotated[
         list[str] | None, typer.Option(help="NAME=FOLDER of a LoRA to start from, cut to the rank by SVD.")
     ] = None,
@@ -118,13 +121,15 @@ def command(
         "max_length": max_length,
         "save_dtype": save_dtype,
         "seed": seed,
+        "val_every": val_every,
     }
-    chosen = {
-        k: s.value for k, s in merge(flags, section, {"output": None, "base": None, **SETTINGS}).items()
-    }
-    place, base_name = chosen.pop("output"), chosen.pop("base")
+    usual = {"output": None, "base": None, "val_every": 0, **SETTINGS}
+    chosen = {k: s.value for k, s in merge(flags, section, usual).items()}
+    place, base_name, every = chosen.pop("output"), chosen.pop("base"), chosen.pop("val_every")
     if not place:
         raise InputError("no folder to write into is given", "say where the adapters go: -o adapters")
+    if every < 0:
+        raise InputError(f"--val-every is {every}", "give a number of steps, or 0 for none")
     if not base_name:
         raise InputError("no base is given", "name the model the adapters are for: --base smollm2")
     settings = settings_from(chosen)
@@ -141,7 +146,15 @@ def command(
     results = []
     for job in jobs:
         with out.progress(f"training {job.name}") as ticker:
-            result = train_job(job, resolved, settings, Path(place).expanduser(), force=force, ticker=ticker)
+            result = train_job(
+                job,
+                resolved,
+                settings,
+                Path(place).expanduser(),
+                force=force,
+                val_every=every,
+                ticker=ticker,
+            )
         out.note(f"{job.name}: written to {result['path']}")
         results.append(result)
     out.result({"adapters": results}, lambda console: _table(console, results))

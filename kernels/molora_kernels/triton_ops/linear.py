@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from molora_kernels.bank import Bank, Plan
+from molora_kernels.bank import Bank, Plan, Sorted
 from molora_kernels.dispatch import routed_linear
-from molora_kernels.triton_ops import tiles
+from molora_kernels.triton_ops import interpreted, tiles
 from molora_kernels.triton_ops.decode import decode
 from molora_kernels.triton_ops.prefill import extendable, prefill, prefill_extended
-from molora_kernels.triton_ops.sort import Sorted, sort_by_slot
+from molora_kernels.triton_ops.sort import sort_by_slot
 
 # Estimates from byte and launch counts, to be replaced by measurements on a GPU (docs/kernels-gpu.md).
 FUSED_TOKENS = 4  # each token reads W again (from L2); beyond, cuBLAS makes the base and the op adds
@@ -24,8 +24,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def takes(bank: Bank, plan: Plan, *tensors: Tensor | None) -> bool:
-    """Whether the kernels can do this call; else (float64, no extent, gradients wanted) the twin does."""
+    """Whether the kernels can do this call; else (float64, no extent, gradients wanted, under autocast, not
+    on the GPU) the twin does."""
     if bank.extent is None or bank.scale is None:
+        return False
+    if not (bank.A.is_cuda or interpreted()) or torch.is_autocast_enabled(bank.A.device.type):
         return False
     factors = (bank.A, bank.B, bank.scale, bank.out_scale, bank.out_bias, bank.base_bias, plan.weights)
     every = [t for t in (*tensors, *factors) if t is not None]
@@ -35,8 +38,10 @@ def takes(bank: Bank, plan: Plan, *tensors: Tensor | None) -> bool:
 
 
 def highest_rank(bank: Bank) -> int:
-    """The largest rank of a bank whose slots are not refilled. Synchronises: call it when loading. For a
-    `HotBank` it is the largest of its capacities."""
+    """The bank's `max_rank`; where that is not known, the largest rank now, for which the device is asked:
+    call it when loading."""
+    if bank.max_rank is not None:
+        return max(1, bank.max_rank)
     return 1 if bank.extent is None else max(1, int(bank.extent[:, 1].max()))
 
 

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from molora_kernels.bank import Sorted
 from molora_kernels.triton_ops import tiles
-
-
-class Sorted(NamedTuple):
-    """Of N tokens with J choices among S slots, for tiles of `block` rows.
-
-    order: (J, N) int32 token ids by slot, ties in the order of the tokens. offsets: (J, S+1) int32: s owns
-    order[j, offsets[j, s]:offsets[j, s+1]]. tiles: (J, S) int32: tiles of `block` rows for slots 0 to s.
-    """
-
-    order: Tensor
-    offsets: Tensor
-    tiles: Tensor
-    block: int
 
 
 def sort_by_slot(slots: Tensor, n_slots: int, block: int) -> Sorted:

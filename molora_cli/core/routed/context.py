@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from molora_kernels import Layout, Plan, make_plan
+from molora_kernels import Layout, Plan, make_plan, prepared
 from torch import Tensor
 
 from molora_cli.core.routed.route import Route
@@ -90,7 +90,7 @@ class Context:
         self.layouts = [layout.to(device) for layout in self.layouts]
         slots = (route.indices.to(device, torch.int64) + 1).flatten(0, 1).flatten(1)  # (B*T, k)
         weights = route.gates.to(device).flatten(0, 1).flatten(1)
-        plan = make_plan(slots, weights, self.n_adapters + 1, self.layouts, (batch, length))
+        plan = self._make(slots, weights, (batch, length))
         first, end = layers
         self.plans[first:end] = [plan] * (end - first)
         if end == self.n_layers:
@@ -110,7 +110,11 @@ class Context:
         else:
             rows = rows[:, keep.to(rows.device)]
         slots, weights = plan.slots[rows.flatten()], plan.weights[rows.flatten()]
-        return make_plan(slots, weights, self.n_adapters + 1, self.layouts, tuple(rows.shape))
+        return self._make(slots, weights, tuple(rows.shape))
+
+    def _make(self, slots: Tensor, weights: Tensor, shape: tuple[int, ...]) -> Plan:
+        plan = make_plan(slots, weights, self.n_adapters + 1, self.layouts, shape)
+        return prepared(plan, self.backend)
 
 
 def layer_ranges(

@@ -245,10 +245,11 @@ def load(
 
     base: where the base is, instead of what the bundle says. device: "cpu", "cuda", ...; "auto" = a GPU where
     there is one. dtype: "float32", "bfloat16", ...; "auto" = float32 on the CPU, else as the base is stored.
-    backend: "torch", "cpu"; "auto" = the fastest that runs here. weights: "full", or "int8": the base's
-    linears keep a byte a weight (`routed.int8`). notify: told of a backend that has to be compiled first or
-    is missing, and of weights that stay; None = a Python warning. Raises InputError for a bundle that cannot
-    be read or was changed after it was made, a base that does not match, or a backend that is not available.
+    backend: "torch", "cpu", "triton" (on a GPU); "auto" = "cpu" where it runs, else "torch". weights: "full",
+    or "int8": the base's linears keep a byte a weight (`routed.int8`). notify: told of a backend that has to
+    be compiled first or is missing, and of weights that stay; None = a Python warning. Raises InputError for
+    a bundle that cannot be read or was changed after it was made, a base that does not match, or a backend
+    that is not available.
     """
     from molora_cli.core.adapter.factors import load_bundle_factors
     from molora_cli.core.base.model import load_base_model, pick_device

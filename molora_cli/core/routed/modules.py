@@ -85,6 +85,7 @@ class RoutedModule(Replacement):
         ranks, factor = [0] * (context.n_adapters + 1), torch.zeros(context.n_adapters + 1, device=device)
         for slot, f in present:
             ranks[slot], factor[slot] = len(f.A), float(f.scale)
+        self._max_rank = max(ranks)
         self.register_buffer("owner", owner, persistent=False)
         self.register_buffer("extent", make_extent(ranks, device), persistent=False)
         self.register_buffer("scale", factor, persistent=False)
@@ -113,6 +114,7 @@ class RoutedModule(Replacement):
         self.scale = torch.cat([self.scale, self.scale.new_tensor([scale])])
         self.out_scale = _longer(self.out_scale, self._out_scale(present, device), 1.0)
         self.out_bias = _longer(self.out_bias, self._out_bias(present, device), 0.0)
+        self._max_rank = max(self._max_rank, rank)
         self._made = None
         if factors is None:
             return
@@ -182,6 +184,7 @@ class RoutedModule(Replacement):
                 self.finite,
                 self.extent,
                 self.scale,
+                self._max_rank,
             )
         return self._made
 

@@ -81,9 +81,12 @@ def train_job(
     *,
     force: bool = False,
     device: str = "auto",
+    val_every: int = 0,
     ticker: Ticker = no_ticks,
 ) -> dict[str, Any]:
     """Trains one adapter and writes it to `out / job.name`, whole or not at all; returns its numbers.
+
+    val_every: steps between measures on the held-out rows, 0 for only before and after.
 
     An interrupted run leaves `out / .NAME.partial` and goes on from it when started again with the same data
     and settings. Raises InputError for bad data or an existing folder without `force`.
@@ -110,7 +113,15 @@ def train_job(
     trainer = AdapterTrainer(model, settings, tokenizer.pad_token_id or 0, job.init)
     partial = out / f".{job.name}.partial"
     partial.mkdir(parents=True, exist_ok=True)
-    result = run(trainer, train, held_out, state=partial, metrics=partial / METRICS, ticker=ticker)
+    result = run(
+        trainer,
+        train,
+        held_out,
+        state=partial,
+        metrics=partial / METRICS,
+        val_every=val_every,
+        ticker=ticker,
+    )
     card = card_text(job, base, settings, result, len(train), len(held_out))
     write_adapter(trainer, target, base.id, card, partial / METRICS, force=force)
     shutil.rmtree(partial)

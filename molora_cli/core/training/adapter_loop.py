@@ -329,10 +329,12 @@ def run(
     *,
     state: Path,
     metrics: Path,
+    val_every: int = 0,
     ticker: Ticker = no_ticks,
 ) -> TrainResult:
     """Trains to the budget and measures before and after. `metrics` gets a JSON line a step.
 
+    val_every: steps between measures on the held-out rows, "nll" of the step's line; 0 for none.
     state: folder that keeps an interrupted run; the same rows and settings go on from it. Raises InputError
     without rows that have completion tokens, MoloraError for a loss that is not finite.
     """
@@ -356,10 +358,10 @@ def run(
                 loss = trainer.train_step(batch, len(plan))
                 mean = loss if mean is None else 0.95 * mean + 0.05 * loss
                 elapsed = earlier + time.monotonic() - begun
-                log.write(
-                    json.dumps({"step": trainer.step, "loss": round(loss, 5), "seconds": round(elapsed, 2)})
-                    + "\n"
-                )
+                line = {"step": trainer.step, "loss": round(loss, 5), "seconds": round(elapsed, 2)}
+                if val_every and trainer.step % val_every == 0 and held_out:
+                    line["nll"] = round(float(trainer.nll(held_out) or 0.0), 5)
+                log.write(json.dumps(line) + "\n")
                 log.flush()
                 ticker(trainer.step, len(plan), f"loss {mean:.3f}")
                 if time.monotonic() - saved > 60:
