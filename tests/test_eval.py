@@ -254,6 +254,20 @@ def test_tables_and_figure(bundle: Path, data: list[str], tmp_path: Path) -> Non
     assert isinstance(_run(*line, "--figure", str(figure)).exception, InputError)
 
 
+def test_ways_may_have_a_temperature(bundle: Path, data: list[str]) -> None:
+    line = [str(bundle), *data, "--limit", "2", "--baselines", "none", "--draws", "50"]
+    found = _json(*line, "--modes", "1,2@0.001,2,2,2@1000,soft@1000")
+    rows = {
+        r["name"]: r["nll"]["num"]["value"] for r in found["sets"]["single"]["rows"] if r["group"] == "router"
+    }
+    ways = ["top-1", "top-2 at 0.001", "top-2", "top-2 at 1000", "soft at 1000"]
+    assert list(rows) == [f"router {way}" for way in ways]
+    cold, even = rows["router top-2 at 0.001"], rows["router top-2 at 1000"]
+    assert cold == pytest.approx(rows["router top-1"], abs=1e-4) and abs(even - cold) > 1e-4
+    for wrong in ("0", "two", "2@", "2@0", "2@x", "soft@-1", "@2", ""):
+        assert isinstance(_run(*line, "--modes", wrong or ",").exception, InputError), wrong
+
+
 def test_two_passes_are_counted(lab: Lab) -> None:
     model = lab.routed()
     (row,), _ = evaluation_rows(lab.tokenizer, [labelled(_example("low", "abc", "def"), "low")], NAMES, 60)

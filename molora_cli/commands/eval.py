@@ -50,7 +50,10 @@ def command(
     ] = None,
     tune_limit: Annotated[Whole, typer.Option(help="Rows of each of these sets at most (16).")] = None,
     router: Annotated[Files, typer.Option(help="Another router file to measure; may be given again.")] = None,
-    modes: Annotated[Word, typer.Option(help="Ways to route, adapters per token or soft (1,2,soft).")] = None,
+    modes: Annotated[
+        Word,
+        typer.Option(help="Ways to route: adapters per token, soft; 2@3: at temperature 3 (1,2,soft)."),
+    ] = None,
     train: Annotated[Words, typer.Option(help="NAME=FILE rows that X-LoRA is trained on.")] = None,
     limit: Annotated[Whole, typer.Option(help="Rows per file at most, evenly spaced.")] = None,
     single: Annotated[Whole, typer.Option(help="Rows per NAME=FILE of an adapter, if not --limit.")] = None,

@@ -12,13 +12,15 @@
 
 namespace molora {
 
-constexpr int64_t BLOCK = 256;  // outputs at a time: enough that a row of B is read in long pieces, few enough for L1
+constexpr int64_t BLOCK = 256;          // outputs at a time of many tokens
+constexpr int64_t DECODE_BLOCK = 4096;  // of few tokens together: their sums stay in L1
 constexpr int64_t GROUP = 32;   // tokens that one thread takes at a time in add_delta
 
-// What token t's adapters add to outputs first .. first + n. z: (J, widest), gate and scale folded in; plain: W x there.
+// What token t's adapters add to outputs first .. first + n. z: (J, widest), gate and scale folded in; plain: W x
+// there. after: what is read afterwards, null = nothing known.
 template <class T>
 void mix(const Adapters<T>& ad, int64_t t, const float* z, int64_t first, int64_t n, int64_t out, const float* plain,
-         float* y) {
+         float* y, const void* after = nullptr) {
   using Format = typename FormatOf<T>::Format;
   float part[BLOCK];
   for (int64_t j = 0; j < ad.top; j++) {
@@ -26,13 +28,18 @@ void mix(const Adapters<T>& ad, int64_t t, const float* z, int64_t first, int64_
     if (slot == 0) continue;
     float gate = ad.gates[choice];
     const float* own = z + j * ad.widest;
+    const T* up = ad.up(choice) + first;
     if (ad.out_scale) {
       const float* m = ad.out_scale + slot * out + first;
-      std::fill(part, part + n, 0.f);
-      expand<Format>(ad.up(choice) + first, ad.ldb, own, ad.rank(choice), n, part);
-      for (int64_t o = 0; o < n; o++) y[o] += m[o] * part[o] + gate * (m[o] - 1.f) * plain[o];
+      for (int64_t b = 0; b < n; b += BLOCK) {
+        int64_t some = std::min(BLOCK, n - b);
+        std::fill(part, part + some, 0.f);
+        expand<Format>(up + b, ad.ldb, own, ad.rank(choice), some, part);
+        for (int64_t o = 0; o < some; o++) y[b + o] += m[b + o] * part[o] + gate * (m[b + o] - 1.f) * plain[b + o];
+      }
     } else {
-      expand<Format>(ad.up(choice) + first, ad.ldb, own, ad.rank(choice), n, y);
+      bool more = j + 1 < ad.top && ad.rank(choice + 1) > 0;
+      expand<Format>(up, ad.ldb, own, ad.rank(choice), n, y, more ? ad.up(choice + 1) + first : after);
     }
     if (ad.out_bias) {
       const float* b = ad.out_bias + slot * out + first;
@@ -53,8 +60,8 @@ struct Laid {
       : wide(round_up(in)), n(in), count(tokens), values(tokens * wide) {
     for (int64_t t = 0; t < count; t++) Math::template lay<T>(x + t * ldx, in, values.data() + t * wide);
   }
-  void rows(const Weight* W, int64_t ld, int64_t r, float* out, int64_t ldo) const {
-    dots<Math>(W, ld, r, values.data(), wide, count, n, out, ldo);
+  void rows(const Weight* W, int64_t ld, int64_t r, float* out, int64_t ldo, const void* after) const {
+    dots<Math>(W, ld, r, values.data(), wide, count, n, out, ldo, after);
   }
 };
 
@@ -71,8 +78,8 @@ struct Laid<int8_t> {
     for (int64_t t = 0; t < count; t++)
       Int8Math::lay(x + t * ldx, in, values.data() + t * Int8Math::wide(in), scales.data() + t * Int8Math::blocks(in));
   }
-  void rows(const int8_t* W, int64_t ld, int64_t r, float* out, int64_t ldo) const {
-    int8_dots(W, ld, r, values.data(), scales.data(), count, n, out, ldo);
+  void rows(const int8_t* W, int64_t ld, int64_t r, float* out, int64_t ldo, const void* after) const {
+    int8_dots(W, ld, r, values.data(), scales.data(), count, n, out, ldo, after);
   }
 };
 #endif
@@ -94,62 +101,46 @@ void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias,
   std::vector<float> z(ad ? choices * ad->widest : 0);
   int64_t threads = std::min<int64_t>(max_threads, 1 + in * out * sizeof(*W) / THREAD_BYTES);
 
-  // prefetch part `part` of `parts` of the rows of B that the tokens take, outputs first .. first + n
-  auto ask = [&](int64_t first, int64_t n, int64_t part, int64_t parts) {
-    for (int64_t c = 0; n > 0 && c < choices; c++)
-      for (int64_t r = ad->rank(c) * part / parts; r < ad->rank(c) * (part + 1) / parts; r++)
-        for (int64_t b = 0; b < n; b += 64 / int64_t(sizeof(T))) __builtin_prefetch(ad->up(c) + r * ad->ldb + first + b);
-  };
-
+  // outputs at a time: a whole row of B where it fits, because short pieces that lie apart are read slowly
+  int64_t most = std::max(BLOCK, DECODE_BLOCK / N);
+  // To memory A, W and B are one stream: the last rows of each part ask for the first of the next.
   in_parallel(threads, [&](int id, int count) {
-    // this thread's rows of A: asked for while W's first block streams, because they begin elsewhere for each choice
-    auto ask_down = [&](int64_t part, int64_t parts) {
-      for (int64_t c = 0; c < choices; c++) {
-        auto [first, end] = share(ad->rank(c), 4, id, count);
-        for (int64_t r = first + (end - first) * part / parts; r < first + (end - first) * (part + 1) / parts; r++)
-          for (int64_t b = 0; b < in; b += 64 / int64_t(sizeof(T))) __builtin_prefetch(ad->down(c) + r * ad->lda + b);
-      }
-    };
-    bool shrunk = choices == 0;
-    auto shrink = [&] {
-      if (shrunk) return;
-      shrunk = true;
-      for (int64_t c = 0; c < choices; c++) {
-        auto [first, end] = share(ad->rank(c), 4, id, count);
-        if (first == end) continue;
-        float* to = z.data() + c * ad->widest;
-        dots<Own>(ad->down(c) + first * ad->lda, ad->lda, end - first, own->values.data() + c / ad->top * own->wide, 0,
-                  1, in, to + first, 0);
-        float factor = ad->gates[c] * ad->scale[ad->slots[c]];
-        for (int64_t r = first; r < end; r++) to[r] *= factor;
-      }
-      wait_for_all(count);
-    };
     auto [first, end] = share(out, 4, id, count);
-    std::vector<float> block(2 * N * BLOCK);
-    float* plain = block.data() + N * BLOCK;
-    for (int64_t o = first; o < end; o += BLOCK) {
-      int64_t n = std::min(BLOCK, end - o);
-      // the pieces of B's rows are short, and each begins elsewhere: ask for the next block's while W's rows stream
-      if (o == first) ask(o, n, 0, 1);
-      for (int64_t q = 0; q < n; q += 4) {
-        if (!shrunk) ask_down(q / 4, (n + 3) / 4);
-        ask(o + n, std::min(BLOCK, end - o - n), q / 4, (n + 3) / 4);
-        tokens.rows(W + (o + q) * ldw, ldw, std::min<int64_t>(4, n - q), block.data() + q, BLOCK);
-      }
-      shrink();
+    auto up = [&](int64_t o) -> const void* { return choices && ad->rank(0) ? ad->up(0) + o : nullptr; };
+    for (int64_t c = 0; c < choices; c++) {
+      auto [from, to] = share(ad->rank(c), 4, id, count);
+      if (from == to) continue;
+      const void* after = W + first * ldw;
+      if (c + 1 < choices && ad->rank(c + 1)) after = ad->down(c + 1) + share(ad->rank(c + 1), 4, id, count).first * ad->lda;
+      float* own_z = z.data() + c * ad->widest;
+      dots<Own>(ad->down(c) + from * ad->lda, ad->lda, to - from, own->values.data() + c / ad->top * own->wide, 0, 1, in,
+                own_z + from, 0, after);
+      float factor = ad->gates[c] * ad->scale[ad->slots[c]];
+      for (int64_t r = from; r < to; r++) own_z[r] *= factor;
+    }
+    bool waited = choices == 0;
+    auto wait = [&] {
+      if (!waited) wait_for_all(count);
+      waited = true;
+    };
+    std::vector<float> block(2 * N * std::min(most, end - first));
+    for (int64_t o = first; o < end; o += most) {
+      int64_t n = std::min(most, end - o), ld = std::min(most, end - first);
+      float* plain = block.data() + N * ld;
+      tokens.rows(W + o * ldw, ldw, n, block.data(), ld, up(o));
+      wait();
       for (int64_t t = 0; t < N; t++) {
-        float* row = block.data() + t * BLOCK;
+        float* row = block.data() + t * ld;
         if (row_scale)
           for (int64_t i = 0; i < n; i++) row[i] *= row_scale[o + i];
         if (ad && ad->out_scale) std::copy(row, row + n, plain);
         if (bias)
           for (int64_t i = 0; i < n; i++) row[i] += float(bias[o + i]);
-        if (ad) mix(*ad, t, z.data() + t * ad->top * ad->widest, o, n, out, plain, row);
+        if (ad) mix(*ad, t, z.data() + t * ad->top * ad->widest, o, n, out, plain, row, t + 1 == N ? W + (o + n) * ldw : nullptr);
         for (int64_t i = 0; i < n; i++) y[t * out + o + i] = T(row[i]);
       }
     }
-    shrink();  // a thread without outputs has its share of z
+    wait();  // a thread without outputs has its share of z
   });
 }
 

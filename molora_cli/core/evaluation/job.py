@@ -21,6 +21,7 @@ from molora_cli.core.evaluation.store import NllStore
 from molora_cli.core.evaluation.tasks import TaskOptions, check_tasks, run_tasks
 from molora_cli.core.evaluation.thresholds import check_sets, parse_minimum
 from molora_cli.core.evaluation.tuning import tune
+from molora_cli.core.evaluation.ways import parse_mode
 from molora_cli.core.routed.quantise import FULL, check_weights
 from molora_cli.core.router.spec import read_spec
 from molora_cli.core.training.data import Example, read_domains
@@ -178,11 +179,8 @@ def _check(job: Job) -> None:
     ):
         if value is not None and value < least:
             raise InputError(f"{name} {value} is too small", f"give {least} or more")
-    wrong = next((m for m in job.modes if m != "soft" and not (m.isdecimal() and 0 < int(m) < 1000)), None)
-    if wrong is not None or not job.modes:
-        raise InputError(
-            f"--modes: '{shorten(wrong or '', 20)}' is no way to route", "give numbers and soft: 1,2,soft"
-        )
+    for mode in job.modes or ("",):
+        parse_mode(mode)
 
 
 def _check_weights(job: Job, wanted: Sequence[Baseline]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,19 +189,3 @@ def merged_factors(
 def _multiple(settings: Mapping[str, float], adapters: int) -> float:
     """What weights and scale make of a merge at 1/n each: all weights being one, they multiply it."""
     return (settings.get("weight") or 1.0 / adapters) * adapters * settings.get("scale", 1.0)
-
-
-def usable_k(stack: RouterStack, modes: Sequence[str]) -> list[tuple[str, int | None]]:
-    """(title, k) of the wanted modes: "1", "2", ..., or "soft" for all experts; None = as the file says.
-
-    A router whose stages all state their gates outright has one way: "as it is".
-    """
-    if not any(stage.tunable for stage in stack.stages):
-        return [("as it is", None)]
-    experts = len(stack.experts)
-    found: dict[int, str] = {}
-    for mode in modes:
-        k = experts if mode == "soft" else int(mode)
-        if k <= experts:
-            found.setdefault(k, "soft" if mode == "soft" else f"top-{k}")
-    return [(title, k) for k, title in found.items()]

@@ -12,11 +12,12 @@ from molora_cli.core.evaluation import peft_models
 from molora_cli.core.evaluation.baselines import Baseline
 from molora_cli.core.evaluation.cost import Clock
 from molora_cli.core.evaluation.derived import derive
-from molora_cli.core.evaluation.lab import Lab, usable_k
+from molora_cli.core.evaluation.lab import Lab
 from molora_cli.core.evaluation.lines import BASE_ROW, Line, Measured, RouterFile
 from molora_cli.core.evaluation.observed import Observed
 from molora_cli.core.evaluation.score import Decide, PassCounter, constant, label_oracle, live, score
 from molora_cli.core.evaluation.store import NllStore
+from molora_cli.core.evaluation.ways import Way, usable_ways
 from molora_cli.core.routed.route import BASE
 from molora_cli.core.training.data import Example
 from molora_cli.core.training.overlap import text_key
@@ -144,11 +145,11 @@ class Measurement:
     def _plan_router(self, router: RouterFile, modes: Sequence[str]) -> None:
         stack = router.stack = self.lab.router(router.path)
         usual = stack.k
-        for title, k in usable_k(stack, modes):
+        for way in usable_ways(stack, modes):
 
-            def model(k: int | None = k) -> Any:
+            def model(way: Way = way) -> Any:
                 routed = self.lab.routed()
-                stack.k = k  # type: ignore[assignment]
+                stack.k, stack.temperature = way.k, way.temperature  # type: ignore[assignment]
                 routed.router = stack
                 routed.auto()
                 return routed
@@ -156,14 +157,14 @@ class Measurement:
             for measured in self.sets:
                 self._add(
                     measured,
-                    f"{router.title} {title}",
+                    f"{router.title} {way.title}",
                     "router",
                     "",
                     "adapters",
                     model,
                     live,
                     observe=True,
-                    default=k is None or k == usual,
+                    default=way.temperature is None and way.k in (None, usual),
                     caches=2 if any(stage.first_pass for stage in stack.live) else 1,
                 )
 
