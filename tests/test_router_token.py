@@ -1,4 +1,4 @@
-"""One token at a time: the compiled step of a context router against its torch twin."""
+"""One token at a time: the compiled networks of routers against their torch twins."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from molora_cli.core.router.context_net import ContextNet
 from molora_cli.core.router.kinds import State
+from molora_cli.core.router.taps import TapHead
 from molora_cli.core.router.token_step import TokenStep
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -76,3 +77,31 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_only_float64_takes_it() -> None:
     assert TokenStep.of(made(3, 8, 6, 4, (0.5,)).float()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("width", "experts", "prior", "units"), [(576, 4, 4, 128), (7, 1, 0, 1), (33, 5, 5, 3)]
+)
+def test_a_head_is_its_twin(dtype: torch.dtype, width: int, experts: int, prior: int, units: int) -> None:
+    torch.manual_seed(width)
+    head = TapHead(width, experts, prior=prior, hidden=units).double().requires_grad_(False)
+    hidden = (3 + 40 * torch.randn(1, 1, width)).to(dtype)
+    before = torch.randn(1, 1, prior).double().log_softmax(-1) if prior else None
+    assert TapHead._compiled(hidden, head.inner.weight)
+    got, twin = head.log_probabilities(hidden, before), head(hidden, before).log_softmax(-1)
+    assert got.shape == twin.shape and got.dtype == twin.dtype
+    assert torch.allclose(got, twin, rtol=0, atol=1e-12)
+    # many tokens, wanted gradients and other dtypes go the other way, to the same
+    twice = None if before is None else before.repeat(1, 2, 1)
+    many = head.log_probabilities(torch.cat([hidden, hidden], 1), twice)
+    assert torch.allclose(many[:, 1:], got, rtol=0, atol=1e-12)
+    assert torch.allclose(head.log_probabilities(hidden.double(), before), got, rtol=0, atol=1e-12)
+    head.requires_grad_(True)
+    assert head.log_probabilities(hidden, before).requires_grad
+
+
+def test_a_head_of_other_sizes_is_refused() -> None:
+    head = TapHead(8, 3, prior=3).double().requires_grad_(False)
+    with pytest.raises(RuntimeError, match="do not fit the head"):
+        head.log_probabilities(torch.zeros(1, 1, 8), None)

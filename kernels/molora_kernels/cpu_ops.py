@@ -6,6 +6,7 @@
     attend  (q, k, v, keys, values, position, scale) -> y   one token's attention; k and v are written there
     context (row, cut, decays, span_decay, least, net, state) -> [features, logp, *state]
                                                             one token through a context router's network
+    head    (hidden, prior, net) -> logp                    one token through a head of a `taps` router
 
 x (..., in), y (..., out) float32, bfloat16 or float16; weight (out, in) of the same dtype, or int8 with
 row_scale (out,) float32; bias (out,) of x's dtype or None. adapters: A (R, in), B (out, R) of x's dtype,
@@ -20,6 +21,9 @@ h * H / G .. + H / G read key head h.
 context: float64, one token. row (p) its projected vector; cut: whether it begins a span; net: weight
 and bias of the layers, four tensors, or eight where the network looks ahead; state: two tensors, or ten, in
 the order of `ContextState` (cpu/context.h) and not changed. Features are (1, 1, F), logp (1, 1, E).
+
+head: hidden of d numbers in any of the dtypes above; prior of E float64 or None; net: weight and bias of two
+layers, float64; logp (1, 1, E) float64.
 """
 
 from __future__ import annotations

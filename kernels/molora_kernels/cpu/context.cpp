@@ -109,4 +109,15 @@ void context_step(const ContextNet& net, const double* e, bool cut, const Contex
   log_softmax(logits.data(), experts, logp);
 }
 
+void head_step(const Affine& inner, const Affine& outer, const double* h, int64_t d, const double* prior,
+               double* logp) {
+  std::vector<double> read(inner.in), units(inner.out), logits(outer.out);
+  normalise(h, d, read.data());
+  if (prior) std::copy(prior, prior + inner.in - d, read.data() + d);
+  affine(inner, read.data(), units.data());
+  gelu(units.data(), inner.out);
+  affine(outer, units.data(), logits.data());
+  log_softmax(logits.data(), outer.out, logp);
+}
+
 }  // namespace molora

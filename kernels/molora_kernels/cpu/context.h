@@ -1,5 +1,5 @@
-// One token through the small network of a router that reads token ids, in float64: what a few hundred calls of
-// torch would do, each on a few numbers. Formulas: molora_cli/core/router/context.py and spans.py, its torch twin.
+// One token through the small networks of routers, in float64: what a few hundred calls of torch would do, each on a
+// few numbers. Formulas: molora_cli/core/router/context.py, spans.py and taps.py, their torch twins.
 #pragma once
 #include <cstdint>
 
@@ -31,5 +31,8 @@ struct ContextState {
 // state after the token.
 void context_step(const ContextNet& net, const double* e, bool cut, const ContextState<const double>& before,
                   const ContextState<double>& after, double* features, double* logp);
+
+// A head on a hidden state h (d): log-probabilities (E) of outer gelu(inner [LN(h), prior]). prior: (E) or null.
+void head_step(const Affine& inner, const Affine& outer, const double* h, int64_t d, const double* prior, double* logp);
 
 }  // namespace molora

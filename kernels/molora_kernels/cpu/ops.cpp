@@ -306,6 +306,26 @@ static std::vector<Tensor> route_context(const Tensor& row, bool cut, at::ArrayR
   return found;
 }
 
+static Tensor route_head(const Tensor& hidden, const Maybe& prior, at::TensorList net) {
+  TORCH_CHECK(net.size() == 4, "a head of ", net.size(), " tensors");
+  std::vector<Tensor> own;
+  for (const Tensor& t : net) own.push_back(dense(t));
+  Affine inner = affine(own[0], own[1]), outer = affine(own[2], own[3]);
+  Tensor h = dense(hidden);
+  Maybe before = dense(prior);
+  int64_t d = h.numel(), more = before ? before->numel() : 0;
+  TORCH_CHECK(inner.in == d + more && outer.in == inner.out, "a state of ", d, " numbers and ", more,
+              " before it do not fit the head");
+  std::vector<double> wide(d);
+  by_type(h.scalar_type(), [&](auto zero) {
+    const auto* from = h.const_data_ptr<decltype(zero)>();
+    for (int64_t i = 0; i < d; i++) wide[i] = double(float(from[i]));
+  });
+  Tensor logp = at::empty({1, 1, outer.out}, own[0].options());
+  head_step(inner, outer, wide.data(), d, data<double>(before), logp.mutable_data_ptr<double>());
+  return logp;
+}
+
 #define MOLORA_ADAPTERS \
   "Tensor A, Tensor B, Tensor extent, Tensor scale, Tensor slots, Tensor gates, Tensor? out_scale, Tensor? out_bias"
 
@@ -315,6 +335,7 @@ TORCH_LIBRARY(MOLORA_LIBRARY, m) {
   m.def("delta(Tensor y, Tensor x, Tensor? base_bias, " MOLORA_ADAPTERS ") -> Tensor");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor position, float scale) -> Tensor");
   m.def("context(Tensor row, bool cut, float[] decays, float span_decay, int least, Tensor[] net, Tensor[] state) -> Tensor[]");
+  m.def("head(Tensor hidden, Tensor? prior, Tensor[] net) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(MOLORA_LIBRARY, CPU, m) {
@@ -323,6 +344,7 @@ TORCH_LIBRARY_IMPL(MOLORA_LIBRARY, CPU, m) {
   m.impl("delta", &delta);
   m.impl("attend", &attend_one);
   m.impl("context", &route_context);
+  m.impl("head", &route_head);
 }
 
 }  // namespace molora

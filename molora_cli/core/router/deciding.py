@@ -50,11 +50,12 @@ class Deciding:
         self._padded = mask is not None
         everything = torch.ones_like(ids, dtype=torch.bool)
         self.real = everything if mask is None else mask.to(stack.device, torch.bool)  # (B, T)
-        self._said: list[Scores | None] = [None] * len(stack.stages)
+        # (stage, its own group) -> log-probabilities (B, T, E), and which tokens are decided, None = all
+        self._said: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         self.after: list[State] = []
         self._held: dict[int, Tensor] = {}  # (B, T, G of the stage), for stages with a margin
         for number, stage in enumerate(stack.stages):
-            said, new_state = None, state[number]
+            new_state = state[number]
             if isinstance(stage, IdStage):
                 found, new_state = stage.score(ids, self.real, state[number])
                 said = self._checked(found, stage)
@@ -62,7 +63,8 @@ class Deciding:
                     before = state[number][HELD]
                     self._held[number], held = hold(said.logp, self.real, before, stage.spec.margin)
                     new_state = {**new_state, HELD: held}
-            self._said[number] = said
+                for own in range(stage.groups):
+                    self._said[number, own] = said.logp[:, :, own], said.decided
             self.after.append(new_state)
         self._prepared: dict[int, Tensor] = {}  # of stages that go by modules and read a first pass
         self._found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -92,7 +94,8 @@ class Deciding:
             elif not stage.per_module:
                 said = stage.score(layer, hidden.to(self.stack.device), self.real, self._prior(number))
                 own = 0 if stage.first_pass else [first for first, _ in stage.layers].index(layer)
-                self._said[number] = self._placed(self._checked(said, stage, 1), number, own)
+                said = self._checked(said, stage, 1)
+                self._said[number, own] = said.logp[:, :, 0], said.decided
         now = [group for group, tap in enumerate(self.stack.waits) if tap == layer]
         for group in now:
             self._resolve(group)
@@ -112,7 +115,8 @@ class Deciding:
                 if hidden is None:
                     hidden = x.to(stack.device).reshape(*self.real.shape, x.shape[-1])
                 said = self._checked(stage.score_module(path, hidden), stage, 1)
-                self._said[number] = Scores(said.logp.expand(-1, -1, stage.groups, -1), said.decided)
+                for own in range(stage.groups):
+                    self._said[number, own] = said.logp[:, :, 0], said.decided
         self._resolve(group)
         route = self.group(group)
         self._add(group)
@@ -173,34 +177,23 @@ class Deciding:
         source = self.stack.priors[number]
         if source is None:
             return None
-        said = self._said[source]
-        assert said is not None  # a stage on ids
         from_, to = self.stack.stages[source], self.stack.stages[number]
+        logp, _ = self._said[source, from_.groups - 1]  # of a stage on ids: it has spoken
+        if from_.experts == to.experts:
+            return logp.clamp(min=_FLOOR)
         columns = [from_.experts.index(e) if e in from_.experts else -1 for e in to.experts]
-        prior = said.logp[:, :, -1, columns].clamp(min=_FLOOR)
+        prior = logp[:, :, columns].clamp(min=_FLOOR)
         absent = [i for i, column in enumerate(columns) if column < 0]
         prior[..., absent] = _FLOOR
         return prior
-
-    def _placed(self, said: Scores, number: int, own: int) -> Scores:
-        """The scores of a live stage's group, kept among those of its other groups."""
-        stage, before = self.stack.stages[number], self._said[number]
-        if stage.groups == 1:
-            return said
-        logp = torch.zeros_like(said.logp).expand(-1, -1, stage.groups, -1) if before is None else before.logp
-        parts = list(logp.unbind(2))
-        parts[own] = said.logp[:, :, 0]
-        return Scores(torch.stack(parts, 2), said.decided)
 
     def _resolve(self, group: int) -> None:
         """Choose the experts of one group; the stages that know its layers are asked in order."""
         stack = self.stack
         if not self._padded and group in stack.alone:
             number, own = stack.covering[group][0]
-            only = self._said[number]
-            assert only is not None
-            if only.decided is None:
-                logp = only.logp[:, :, own]
+            logp, decided = self._said[number, own]
+            if decided is None:
                 held = self._held.get(number)
                 ordered = logp if held is None else traded(logp, held[:, :, own])
                 chosen, weights = stack.choose(ordered, number)
@@ -216,10 +209,8 @@ class Deciding:
         )
         open_ = self.real  # (B, T) tokens that no stage has decided yet
         for number, own in stack.covering[group]:
-            said = self._said[number]
-            assert said is not None  # its tap is at or before the group's own
-            logp = said.logp[:, :, own]  # (B, T, E of the stage)
-            taken = open_ if said.decided is None else open_ & said.decided
+            logp, decided = self._said[number, own]  # its tap is at or before the group's own
+            taken = open_ if decided is None else open_ & decided
             held = self._held.get(number)
             ordered = logp if held is None else traded(logp, held[:, :, own])
             chosen, weights = stack.choose(ordered, number)
