@@ -93,7 +93,7 @@ def _features(stage: Stage, ids: Tensor) -> Tensor | None:
     from molora_cli.core.router.features import causal_averages, context_features
 
     if isinstance(stage, ContextStage):
-        return stage.net.features(stage.table[ids], None, stage.start(1))[0][0, -1].detach()
+        return stage.net.features(stage.vectors(ids), None, stage.start(1))[0][0, -1].detach()
     if isinstance(stage, CentroidStage):
         vectors = stage.vectors(ids)
         averages, _ = causal_averages(vectors, None, stage.start(1), stage.decays)

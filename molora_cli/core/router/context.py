@@ -39,11 +39,12 @@ def normalised(embedding: Tensor, centre: Tensor, scale: float) -> Tensor:
 
 
 def project_table(net: ContextNet, embedding: Tensor, centre: Tensor, scale: float) -> Tensor:
-    """Projected embedding table (V, p) in float64, computed once by blocks of rows."""
+    """Projected embedding table (V, p), computed once in float64 by blocks of rows and kept in float32: half
+    the memory, and all runs read the same rounded vectors and go on in float64."""
     weight = net.project.weight.detach().double()
     # P (x - centre) / scale + b with the constant part taken out of the loop
     shift = net.project.bias.detach().double() - weight @ (centre.double() / scale)
-    table = torch.empty(embedding.shape[0], net.projection, dtype=torch.float64, device=embedding.device)
+    table = torch.empty(embedding.shape[0], net.projection, device=embedding.device)
     for first in range(0, embedding.shape[0], _ROWS):
         rows = embedding[first : first + _ROWS].detach().double()
         table[first : first + _ROWS] = rows @ (weight.T / scale) + shift
@@ -101,18 +102,19 @@ class ContextStage(IdStage):
         self.cuts = torch.zeros(len(embedding), dtype=torch.bool)
         self.cuts[list(self._cut_ids)] = True
         self.cuts = self.cuts.to(around.device)
-        table = project_table(self.net, embedding, centre.to(around.device), params["scale"])  # (V, p)
-        self.table = table.to(around.dtype)
+        self.table = project_table(self.net, embedding, centre.to(around.device), params["scale"])  # (V, p)
+        self.dtype = around.dtype
         self._step = TokenStep.of(self.net)
 
     def start(self, batch: int) -> State:
-        return self.net.start(batch, self.table.dtype, self.table.device)
+        return self.net.start(batch, self.dtype, self.table.device)
 
     @torch.no_grad()
     def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
         if self._step is not None and ids.numel() == 1 and self._step.ready and bool(mask):
             token = min(max(int(ids), 0), len(self.table) - 1)  # as for many, see `features`
-            features, logp, after = self._step(self.table[token], token in self._cut_ids, state)
+            row = self.table[token].to(self.dtype)
+            features, logp, after = self._step(row, token in self._cut_ids, state)
             return Scores(share_out(logp, features, self.gates).unsqueeze(2)), after
         features, after = self.features(ids, mask, state)
         cuts = self.cuts[ids.clamp(0, len(self.cuts) - 1)]
@@ -123,9 +125,12 @@ class ContextStage(IdStage):
     @torch.no_grad()
     def features(self, ids: Tensor, mask: Tensor | None, state: State) -> tuple[Tensor, State]:
         """Context features (B, T, F) of the next tokens, and the state after them."""
+        return self.net.features(self.vectors(ids), mask, state)
+
+    def vectors(self, ids: Tensor) -> Tensor:
+        """The tokens' projected vectors, (..., p)."""
         # ids outside the table (padding of some processors) are masked or refused by the model itself
-        e = self.table[ids.clamp(0, self.table.shape[0] - 1)]  # (B, T, p)
-        return self.net.features(e, mask, state)
+        return self.table[ids.clamp(0, self.table.shape[0] - 1)].to(self.dtype)
 
 
 def _params(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -196,7 +196,9 @@ class RouterStack:
         if self._temperature is not None and stage.tunable:
             temperature = self._temperature
         if logp.numel() == len(stage.experts) and logp.is_cpu and not logp.requires_grad:
-            return self._choose_one(logp, number, temperature)
+            found = self._choose_one(logp, number, temperature)
+            if found is not None:
+                return found
         scores = logp / temperature
         silent = [i for i, name in enumerate(stage.experts) if name in self._muted]
         if silent:
@@ -213,13 +215,15 @@ class RouterStack:
         gates = torch.softmax(top, dim=-1)
         return indices, gates
 
-    def _choose_one(self, logp: Tensor, number: int, temperature: float) -> tuple[Tensor, Tensor]:
-        """`choose` for one token without torch: an answer makes one at a time."""
+    def _choose_one(self, logp: Tensor, number: int, temperature: float) -> tuple[Tensor, Tensor] | None:
+        """`choose` for one token without torch: an answer makes one at a time. None for what has no order."""
         stage, places = self.stages[number], self._places[number].tolist()
         scores = [
             -math.inf if name in self._muted else score / temperature
             for name, score in zip(stage.experts, logp.flatten().tolist(), strict=True)
         ]
+        if any(math.isnan(score) for score in scores):
+            return None
         ranks = [round(score / _GRID) if math.isfinite(score) else score for score in scores]
         best = sorted(range(len(scores)), key=lambda i: ranks[i], reverse=True)[: self._stage_k(stage)]
         top = [scores[i] for i in best]
