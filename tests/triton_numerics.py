@@ -288,6 +288,24 @@ def fake_kernels_agree() -> None:
 
 
 @check
+def what_the_kernels_leave_to_torch() -> None:
+    """Autocast, wanted gradients and unlike dtypes: the same as torch, for few tokens as for many."""
+    weight, bias = torch.randn(6, 8), torch.randn(6)
+    for tokens in (1, 5):
+        x = torch.randn(tokens, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert linear.plain_linear(x, weight, bias).dtype == torch.bfloat16
+        wanted = bias.clone().requires_grad_()
+        linear.plain_linear(x, weight, wanted).sum().backward()
+        assert wanted.grad is not None
+        try:
+            linear.plain_linear(x.bfloat16(), weight, None)
+        except RuntimeError:
+            continue
+        raise AssertionError("a half input met single weights")
+
+
+@check
 def whole_model() -> None:
     """A routed model on this backend against the one in torch: a prompt long enough to be sorted, then single
     tokens, two adapters of unlike ranks, one of them DoRA with a bias, another route for every token."""

@@ -71,22 +71,34 @@ struct MathOf<c10::BFloat16> {
 };
 #endif
 
-// Prefetch what is read after this tile while it is at byte `at` of `bytes`-long steps: a row is too short for the
-// hardware to run ahead. In the order of the addresses, which Zen 3 read faster than row beside row.
-inline void ask_for(const void* next, int64_t at, int64_t bytes) {
-  for (int64_t b = at; b < at + bytes; b += 64) __builtin_prefetch((const char*)next + b);
-}
+// What is read next, asked for while the present rows are read: a row is too short for the hardware to run ahead.
+// Rows that follow one another are asked for in the order of the addresses, which Zen 3 read faster than row beside
+// row; of rows that lie `apart` (in bytes) four go side by side.
+struct Ahead {
+  const char* from = nullptr;  // null: nothing is known
+  int64_t apart = 0;
 
-// out[t * ldo + r] = W[r] . x[t] for ROWS rows and TOKENS tokens. ld, ldx: strides in elements; x is laid out. next:
-// what will be read afterwards.
+  Ahead() = default;
+  template <class T>
+  Ahead(const T* rows, int64_t ld, int64_t n) : from((const char*)rows), apart(ld == n ? 0 : ld * int64_t(sizeof(T))) {}
+
+  // at: how many bytes have been read here, bytes: how many are about to be.
+  void ask(int64_t at, int64_t bytes) const {
+    if (!from) return;
+    for (int64_t line = at / 64; line * 64 < at + bytes; line++)
+      __builtin_prefetch(from + (apart ? line % 4 * apart + line / 4 * 64 : line * 64));
+  }
+};
+
+// out[t * ldo + r] = W[r] . x[t] for ROWS rows and TOKENS tokens. ld, ldx: strides in elements; x is laid out.
 template <class Math, int ROWS, int TOKENS>
 inline void tile(const typename Math::Weight* W, int64_t ld, const typename Math::Token* x, int64_t ldx, int64_t n,
-                 float* out, int64_t ldo, const void* next) {
+                 float* out, int64_t ldo, Ahead next) {
   typename Math::Sum sums[ROWS][TOKENS];
   int64_t h = 0;
   // unrolled by order: sums that are not would stand in memory, and each addition wait for its way there and back
   for (; h + STEP <= n; h += STEP) {
-    ask_for(next, ROWS * h * sizeof(*W), ROWS * STEP * sizeof(*W));
+    next.ask(ROWS * h * sizeof(*W), ROWS * STEP * sizeof(*W));
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
       auto w = Math::read(W + r * ld + h);
@@ -111,38 +123,33 @@ inline void tile(const typename Math::Weight* W, int64_t ld, const typename Math
   }
 }
 
-// The same for any number of rows and tokens. after: what is read when these rows are through, null = what follows them.
+// The same for any number of rows and tokens. after: what is read when these rows are through.
 template <class Math>
 inline void dots(const typename Math::Weight* W, int64_t ld, int64_t rows, const typename Math::Token* x, int64_t ldx,
-                 int64_t tokens, int64_t n, float* out, int64_t ldo, const void* after = nullptr) {
+                 int64_t tokens, int64_t n, float* out, int64_t ldo, Ahead after = {}) {
   int64_t r = 0;
   for (; r + 4 <= rows; r += 4) {
     const auto* w = W + r * ld;
-    const void* next = after && r + 4 == rows ? after : w + 4 * ld;
+    Ahead next = r + 4 < rows ? Ahead(w + 4 * ld, ld, n) : after;
     int64_t t = 0;
     for (; t + 2 <= tokens; t += 2) {
-      tile<Math, 2, 2>(w, ld, x + t * ldx, ldx, n, out + t * ldo + r, ldo, w + 2 * ld);
+      tile<Math, 2, 2>(w, ld, x + t * ldx, ldx, n, out + t * ldo + r, ldo, {w + 2 * ld, ld, n});
       tile<Math, 2, 2>(w + 2 * ld, ld, x + t * ldx, ldx, n, out + t * ldo + r + 2, ldo, next);
     }
     if (t < tokens) tile<Math, 4, 1>(w, ld, x + t * ldx, ldx, n, out + t * ldo + r, ldo, next);
   }
   for (; r < rows; r++)
     for (int64_t t = 0; t < tokens; t++)
-      tile<Math, 1, 1>(W + r * ld, ld, x + t * ldx, ldx, n, out + t * ldo + r, ldo, W + (r + 1) * ld);
+      tile<Math, 1, 1>(W + r * ld, ld, x + t * ldx, ldx, n, out + t * ldo + r, ldo, r + 1 == rows ? after : Ahead());
 }
 
 // y[o] += sum_r z[r] B[r, o], o in [0, n), for ROWS rows of B at once: y is read and written once for all of them.
-// next: the rows that are read afterwards, `ld` apart too.
 template <class Format, int ROWS>
 inline void add_rows(const typename Format::Type* B, int64_t ld, const float* z, int64_t n, float* y,
-                     const void* next) {
-  constexpr int64_t size = sizeof(*B), lines = std::max<int64_t>(1, ROWS * LANES * size / 64);
-  bool whole = n == ld;  // rows that follow one another are asked for in the order of the addresses
-  int64_t o = 0, line = 0;
+                     Ahead next) {
+  int64_t o = 0;
   for (; o + LANES <= n; o += LANES) {
-    if (ROWS > 1)
-      for (int64_t l = 0; l < lines; l++, line++)
-        __builtin_prefetch((const char*)next + (whole ? line * 64 : line % ROWS * ld * size + line / ROWS * 64));
+    next.ask(ROWS * o * sizeof(*B), ROWS * LANES * sizeof(*B));
     Floats v = load<Floats>(y + o);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) v += Format::natural(B + r * ld + o) * z[r];
@@ -152,16 +159,16 @@ inline void add_rows(const typename Format::Type* B, int64_t ld, const float* z,
     for (int r = 0; r < ROWS; r++) y[o] += float(B[r * ld + o]) * z[r];
 }
 
-// The same for any number of rows. after: what is read when these rows are through, null = what follows them.
+// The same for any number of rows. after: what is read when these rows are through.
 template <class Format>
 inline void expand(const typename Format::Type* B, int64_t ld, const float* z, int64_t rank, int64_t n, float* y,
-                   const void* after = nullptr) {
+                   Ahead after = {}) {
   int64_t r = 0;
   for (; r + 4 <= rank; r += 4) {
     const auto* b = B + r * ld;
-    add_rows<Format, 4>(b, ld, z + r, n, y, after && r + 4 == rank ? after : b + 4 * ld);
+    add_rows<Format, 4>(b, ld, z + r, n, y, r + 4 < rank ? Ahead(b + 4 * ld, ld, n) : after);
   }
-  for (; r < rank; r++) add_rows<Format, 1>(B + r * ld, ld, z + r, n, y, nullptr);
+  for (; r < rank; r++) add_rows<Format, 1>(B + r * ld, ld, z + r, n, y, r + 1 == rank ? after : Ahead());
 }
 
 }  // namespace molora

@@ -52,13 +52,13 @@ struct Int8Math {
 // registers, and each addition wait for the last one's way there and back.
 template <int ROWS>
 inline void int8_rows(const int8_t* W, int64_t ld, const int16_t* x, const float* scales, int64_t n, float* out,
-                      const void* next) {
+                      Ahead next) {
   __m256 total[ROWS] = {};
   for (int64_t first = 0, b = 0; first < n; first += Int8Math::BLOCK, b++) {
     __m256i sum[ROWS] = {};
     int64_t h = first, end = std::min(n, first + Int8Math::BLOCK);
     for (; h + Int8Math::STEP16 <= end; h += Int8Math::STEP16) {
-      ask_for(next, ROWS * h, ROWS * Int8Math::STEP16);
+      next.ask(ROWS * h, ROWS * Int8Math::STEP16);
       __m256i token = _mm256_loadu_si256((const __m256i*)(x + h));
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; r++) sum[r] = Int8Math::add(sum[r], W + r * ld + h, token);
@@ -86,16 +86,16 @@ inline void int8_rows(const int8_t* W, int64_t ld, const int16_t* x, const float
 
 // The same for any number of rows and tokens: out[t * ldo + r]. after: as for `dots`.
 inline void int8_dots(const int8_t* W, int64_t ld, int64_t rows, const int16_t* x, const float* scales, int64_t tokens,
-                      int64_t n, float* out, int64_t ldo, const void* after) {
+                      int64_t n, float* out, int64_t ldo, Ahead after) {
   int64_t wide = Int8Math::wide(n), blocks = Int8Math::blocks(n);
   for (int64_t t = 0; t < tokens; t++) {
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4) {
-      const void* next = after && t + 1 == tokens && r + 4 == rows ? after : W + (r + 4) * ld;
+      Ahead next = r + 4 < rows ? Ahead(W + (r + 4) * ld, ld, n) : t + 1 == tokens ? after : Ahead();
       int8_rows<4>(W + r * ld, ld, x + t * wide, scales + t * blocks, n, out + t * ldo + r, next);
     }
     for (; r < rows; r++)
-      int8_rows<1>(W + r * ld, ld, x + t * wide, scales + t * blocks, n, out + t * ldo + r, W + (r + 1) * ld);
+      int8_rows<1>(W + r * ld, ld, x + t * wide, scales + t * blocks, n, out + t * ldo + r, after);
   }
 }
 #endif

@@ -2,6 +2,7 @@
 #include "mixture.h"
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -14,13 +15,13 @@ namespace molora {
 
 constexpr int64_t BLOCK = 256;          // outputs at a time of many tokens
 constexpr int64_t DECODE_BLOCK = 4096;  // of few tokens together: their sums stay in L1
-constexpr int64_t GROUP = 32;   // tokens that one thread takes at a time in add_delta
+constexpr int64_t GROUP = 32;           // tokens that one thread takes at a time in add_delta
 
 // What token t's adapters add to outputs first .. first + n. z: (J, widest), gate and scale folded in; plain: W x
-// there. after: what is read afterwards, null = nothing known.
+// there. after: what is read afterwards.
 template <class T>
 void mix(const Adapters<T>& ad, int64_t t, const float* z, int64_t first, int64_t n, int64_t out, const float* plain,
-         float* y, const void* after = nullptr) {
+         float* y, Ahead after = {}) {
   using Format = typename FormatOf<T>::Format;
   float part[BLOCK];
   for (int64_t j = 0; j < ad.top; j++) {
@@ -39,7 +40,7 @@ void mix(const Adapters<T>& ad, int64_t t, const float* z, int64_t first, int64_
       }
     } else {
       bool more = j + 1 < ad.top && ad.rank(choice + 1) > 0;
-      expand<Format>(up, ad.ldb, own, ad.rank(choice), n, y, more ? ad.up(choice + 1) + first : after);
+      expand<Format>(up, ad.ldb, own, ad.rank(choice), n, y, more ? Ahead(ad.up(choice + 1) + first, ad.ldb, n) : after);
     }
     if (ad.out_bias) {
       const float* b = ad.out_bias + slot * out + first;
@@ -60,7 +61,7 @@ struct Laid {
       : wide(round_up(in)), n(in), count(tokens), values(tokens * wide) {
     for (int64_t t = 0; t < count; t++) Math::template lay<T>(x + t * ldx, in, values.data() + t * wide);
   }
-  void rows(const Weight* W, int64_t ld, int64_t r, float* out, int64_t ldo, const void* after) const {
+  void rows(const Weight* W, int64_t ld, int64_t r, float* out, int64_t ldo, Ahead after) const {
     dots<Math>(W, ld, r, values.data(), wide, count, n, out, ldo, after);
   }
 };
@@ -78,7 +79,7 @@ struct Laid<int8_t> {
     for (int64_t t = 0; t < count; t++)
       Int8Math::lay(x + t * ldx, in, values.data() + t * Int8Math::wide(in), scales.data() + t * Int8Math::blocks(in));
   }
-  void rows(const int8_t* W, int64_t ld, int64_t r, float* out, int64_t ldo, const void* after) const {
+  void rows(const int8_t* W, int64_t ld, int64_t r, float* out, int64_t ldo, Ahead after) const {
     int8_dots(W, ld, r, values.data(), scales.data(), count, n, out, ldo, after);
   }
 };
@@ -106,12 +107,12 @@ void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias,
   // To memory A, W and B are one stream: the last rows of each part ask for the first of the next.
   in_parallel(threads, [&](int id, int count) {
     auto [first, end] = share(out, 4, id, count);
-    auto up = [&](int64_t o) -> const void* { return choices && ad->rank(0) ? ad->up(0) + o : nullptr; };
     for (int64_t c = 0; c < choices; c++) {
       auto [from, to] = share(ad->rank(c), 4, id, count);
       if (from == to) continue;
-      const void* after = W + first * ldw;
-      if (c + 1 < choices && ad->rank(c + 1)) after = ad->down(c + 1) + share(ad->rank(c + 1), 4, id, count).first * ad->lda;
+      Ahead after(W + first * ldw, ldw, in);
+      if (c + 1 < choices && ad->rank(c + 1))
+        after = {ad->down(c + 1) + share(ad->rank(c + 1), 4, id, count).first * ad->lda, ad->lda, in};
       float* own_z = z.data() + c * ad->widest;
       dots<Own>(ad->down(c) + from * ad->lda, ad->lda, to - from, own->values.data() + c / ad->top * own->wide, 0, 1, in,
                 own_z + from, 0, after);
@@ -123,20 +124,22 @@ void decode(const Weight* W, int64_t ldw, const float* row_scale, const T* bias,
       if (!waited) wait_for_all(count);
       waited = true;
     };
-    std::vector<float> block(2 * N * std::min(most, end - first));
+    int64_t ld = std::min(most, end - first);
+    std::unique_ptr<float[]> block(new float[(N + 1) * std::max<int64_t>(0, ld)]);  // not filled with zeros
+    float* plain = block.get() + N * ld;
     for (int64_t o = first; o < end; o += most) {
-      int64_t n = std::min(most, end - o), ld = std::min(most, end - first);
-      float* plain = block.data() + N * ld;
-      tokens.rows(W + o * ldw, ldw, n, block.data(), ld, up(o));
+      int64_t n = std::min(most, end - o);
+      Ahead rest = o + n < end ? Ahead(W + (o + n) * ldw, ldw, in) : Ahead();
+      tokens.rows(W + o * ldw, ldw, n, block.get(), ld, choices && ad->rank(0) ? Ahead(ad->up(0) + o, ad->ldb, n) : rest);
       wait();
       for (int64_t t = 0; t < N; t++) {
-        float* row = block.data() + t * ld;
+        float* row = block.get() + t * ld;
         if (row_scale)
           for (int64_t i = 0; i < n; i++) row[i] *= row_scale[o + i];
         if (ad && ad->out_scale) std::copy(row, row + n, plain);
         if (bias)
           for (int64_t i = 0; i < n; i++) row[i] += float(bias[o + i]);
-        if (ad) mix(*ad, t, z.data() + t * ad->top * ad->widest, o, n, out, plain, row, t + 1 == N ? W + (o + n) * ldw : nullptr);
+        if (ad) mix(*ad, t, z.data() + t * ad->top * ad->widest, o, n, out, plain, row, t + 1 == N ? rest : Ahead());
         for (int64_t i = 0; i < n; i++) y[t * out + o + i] = T(row[i]);
       }
     }

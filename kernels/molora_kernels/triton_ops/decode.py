@@ -52,30 +52,31 @@ def decode(
     split = split and choices > 0
     step = tiles.decode_step(max_rank, split)
     z = x.new_empty((tokens, choices, max_rank) if split else (1,), dtype=torch.float32)
-    if split:
-        rows = min(step, 4)  # few rows a program: the launch has to fill the GPU with one token
-        device.shrink_rows[(tokens * choices, -(-max_rank // rows))](
-            x, A, extent, scale, slots, z,
-            inputs, max_rank, x.stride(0), A.stride(0), slots.stride(0), slots.stride(1),
-            TOPK=choices, BR=rows, BK=min(512, tiles.power_of_two(inputs, 16)), num_warps=4,
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        if split:
+            rows = min(step, 4)  # few rows a program: the launch has to fill the GPU with one token
+            device.shrink_rows[(tokens * choices, -(-max_rank // rows))](
+                x, A, extent, scale, slots, z,
+                inputs, max_rank, x.stride(0), A.stride(0), slots.stride(0), slots.stride(1),
+                TOPK=choices, BR=rows, BK=min(512, tiles.power_of_two(inputs, 16)), num_warps=4,
+            )  # fmt: skip
+        # an absent tensor is never read; the kernel still wants a pointer
+        W = x if weight is None else _rows(weight)
+        before = x if y is None else _rows(y)
+        m = x if out_scale is None else _rows(out_scale)
+        c = x if out_bias is None else _rows(out_bias)
+        device.linear_rows[(tokens, -(-outputs // tile.bn))](
+            x, W, x if bias is None else bias.contiguous(), before, A, B, extent, scale,
+            slots, weights, z, m, c, out,
+            inputs, outputs, max_rank,
+            x.stride(0), W.stride(0), before.stride(0), A.stride(0), B.stride(0), B.stride(1),
+            slots.stride(0), slots.stride(1), weights.stride(0), weights.stride(1),
+            m.stride(0), c.stride(0), out.stride(0),
+            TOPK=choices, HAS_W=weight is not None, HAS_BIAS=bias is not None, HAS_Z=split,
+            HAS_SCALE=out_scale is not None, HAS_SLOT_BIAS=out_bias is not None,
+            BN=tile.bn, BK=tile.bk, BR=step, num_warps=tile.warps,
+            **tiles.registers(out_scale is not None),
         )  # fmt: skip
-    # an absent tensor is never read; the kernel still wants a pointer
-    W = x if weight is None else _rows(weight)
-    before = x if y is None else _rows(y)
-    m = x if out_scale is None else _rows(out_scale)
-    c = x if out_bias is None else _rows(out_bias)
-    device.linear_rows[(tokens, -(-outputs // tile.bn))](
-        x, W, x if bias is None else bias.contiguous(), before, A, B, extent, scale,
-        slots, weights, z, m, c, out,
-        inputs, outputs, max_rank,
-        x.stride(0), W.stride(0), before.stride(0), A.stride(0), B.stride(0), B.stride(1),
-        slots.stride(0), slots.stride(1), weights.stride(0), weights.stride(1),
-        m.stride(0), c.stride(0), out.stride(0),
-        TOPK=choices, HAS_W=weight is not None, HAS_BIAS=bias is not None, HAS_Z=split,
-        HAS_SCALE=out_scale is not None, HAS_SLOT_BIAS=out_bias is not None,
-        BN=tile.bn, BK=tile.bk, BR=step, num_warps=tile.warps,
-        **tiles.registers(out_scale is not None),
-    )  # fmt: skip
     return out
 
 

@@ -28,13 +28,17 @@ def takes(bank: Bank, plan: Plan, *tensors: Tensor | None) -> bool:
     on the GPU) the twin does."""
     if bank.extent is None or bank.scale is None:
         return False
-    if not (bank.A.is_cuda or interpreted()) or torch.is_autocast_enabled(bank.A.device.type):
-        return False
     factors = (bank.A, bank.B, bank.scale, bank.out_scale, bank.out_bias, bank.base_bias, plan.weights)
-    every = [t for t in (*tensors, *factors) if t is not None]
+    return _runs(*tensors, *factors)
+
+
+def _runs(*tensors: Tensor | None) -> bool:
+    every = [t for t in tensors if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in every):
         return False
-    return all(t.dtype in DTYPES for t in every)
+    if torch.is_autocast_enabled(every[0].device.type):
+        return False
+    return all(t.dtype in DTYPES and (t.is_cuda or interpreted()) for t in every)
 
 
 def highest_rank(bank: Bank) -> int:
@@ -81,7 +85,7 @@ def mixed_linear(
     max_rank: from `highest_rank`. segments: from `sort_plan`, made here if absent. wide: the buffer of
     `widen`, of which `weight` is the left part. Where the kernels cannot, and under autograd, the twin runs.
     """
-    if not takes(bank, plan, x, weight, bias):
+    if not takes(bank, plan, x, weight, bias) or x.dtype != weight.dtype:
         return routed_linear(x, F.linear(x, weight, bias), bank, plan)
     rows = x.reshape(-1, x.shape[-1])
     path = choose(rows.shape[0], bank, plan.slots.shape[1], max_rank, plain=True, wide=wide is not None)
@@ -110,8 +114,7 @@ def mixed_delta(
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """W x + bias by the engine without adapters: the fused kernel for few tokens, else cuBLAS."""
     rows = x.reshape(-1, x.shape[-1])
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight))
-    if rows.shape[0] > FUSED_TOKENS or x.dtype not in DTYPES or wanted:
+    if rows.shape[0] > FUSED_TOKENS or x.dtype != weight.dtype or not _runs(x, weight, bias):
         return F.linear(x, weight, bias)
     none = rows.new_empty(rows.shape[0], 0)
     empty = rows.new_empty(0, rows.shape[1])

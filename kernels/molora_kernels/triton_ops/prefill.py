@@ -59,27 +59,28 @@ def prefill(
     slots_width = tiles.power_of_two(n_slots, 2)
     most = -(-tokens // block) + n_slots
     hidden = x.new_empty(choices, tokens, width, dtype=B.dtype)
-    device.shrink_sorted[(most, choices, width // step)](
-        x, A, extent, scale, order, offsets, upto, hidden,
-        tokens, inputs, n_slots, width, x.stride(0), A.stride(0),
-        SP=slots_width, BM=block, BK=min(tile.bk, tiles.power_of_two(inputs, 16)), BR=step,
-        UPCAST=interpreted(), num_warps=tile.warps, num_stages=tile.shrink_stages,
-    )  # fmt: skip
-    m = x if out_scale is None else _rows(out_scale)
-    c = x if out_bias is None else _rows(out_bias)
-    width_out = tiles.prefill_outputs(tile, outputs, B.dtype)
-    for j in range(choices):
-        device.expand_sorted[(most, -(-outputs // width_out))](
-            hidden, y, x if bias is None else bias.contiguous(), B, extent, weights, m, c,
-            order, offsets, upto, out,
-            j, tokens, outputs, n_slots, width, y.stride(0), B.stride(0), B.stride(1),
-            weights.stride(0), weights.stride(1), m.stride(0), c.stride(0), out.stride(0),
-            FIRST=j == 0, HAS_BIAS=bias is not None,
-            HAS_SCALE=out_scale is not None, HAS_SLOT_BIAS=out_bias is not None,
-            SP=slots_width, BM=block, BN=width_out, BR=step,
-            UPCAST=interpreted(), num_warps=tile.warps, num_stages=tile.expand_stages,
-            **tiles.registers(out_scale is not None),
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        device.shrink_sorted[(most, choices, width // step)](
+            x, A, extent, scale, order, offsets, upto, hidden,
+            tokens, inputs, n_slots, width, x.stride(0), A.stride(0),
+            SP=slots_width, BM=block, BK=min(tile.bk, tiles.power_of_two(inputs, 16)), BR=step,
+            UPCAST=interpreted(), num_warps=tile.warps, num_stages=tile.shrink_stages,
         )  # fmt: skip
+        m = x if out_scale is None else _rows(out_scale)
+        c = x if out_bias is None else _rows(out_bias)
+        width_out = tiles.prefill_outputs(tile, outputs, B.dtype)
+        for j in range(choices):
+            device.expand_sorted[(most, -(-outputs // width_out))](
+                hidden, y, x if bias is None else bias.contiguous(), B, extent, weights, m, c,
+                order, offsets, upto, out,
+                j, tokens, outputs, n_slots, width, y.stride(0), B.stride(0), B.stride(1),
+                weights.stride(0), weights.stride(1), m.stride(0), c.stride(0), out.stride(0),
+                FIRST=j == 0, HAS_BIAS=bias is not None,
+                HAS_SCALE=out_scale is not None, HAS_SLOT_BIAS=out_bias is not None,
+                SP=slots_width, BM=block, BN=width_out, BR=step,
+                UPCAST=interpreted(), num_warps=tile.warps, num_stages=tile.expand_stages,
+                **tiles.registers(out_scale is not None),
+            )  # fmt: skip
     return out
 
 

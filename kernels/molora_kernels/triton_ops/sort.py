@@ -43,10 +43,11 @@ def _sort(slots: Tensor, n_slots: int, block: int) -> tuple[Tensor, Tensor, Tens
     counts = slots.new_empty(choices, blocks, width, dtype=torch.int32)
     base = torch.empty_like(counts)
     strides = (slots.stride(0), slots.stride(1))
-    device.hist[(blocks, choices)](slots, counts, tokens, *strides, SP=width, BT=rows)
-    chunk = max(2, min(tiles.power_of_two(blocks, 2), tiles.TILE_LIMIT // width))
-    device.scan[(choices,)](counts, base, offsets, upto, blocks, n_slots, SP=width, NB=chunk, BM=block)
-    device.scatter[(blocks, choices)](slots, base, order, tokens, *strides, SP=width, BT=rows)
+    with torch.cuda.device_of(slots):  # Triton launches on the current device
+        device.hist[(blocks, choices)](slots, counts, tokens, *strides, SP=width, BT=rows)
+        chunk = max(2, min(tiles.power_of_two(blocks, 2), tiles.TILE_LIMIT // width))
+        device.scan[(choices,)](counts, base, offsets, upto, blocks, n_slots, SP=width, NB=chunk, BM=block)
+        device.scatter[(blocks, choices)](slots, base, order, tokens, *strides, SP=width, BT=rows)
     return order, offsets, upto
 
 

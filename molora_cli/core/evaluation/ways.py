@@ -46,12 +46,12 @@ def usable_ways(stack: RouterStack, modes: Sequence[str]) -> list[Way]:
     if not any(stage.tunable for stage in stack.stages):
         return [Way("as it is", None, None)]
     experts = len(stack.experts)
-    found: dict[tuple[int, float | None], Way] = {}
+    found: dict[str, Way] = {}
     for mode in modes:
         wanted, temperature = parse_mode(mode)
         k = experts if wanted is None else wanted
         if k <= experts:
             title = SOFT if wanted is None else f"top-{k}"
-            title += "" if temperature is None else f" at {temperature:g}"
-            found.setdefault((k, temperature), Way(title, k, temperature))
+            title += "" if temperature is None else f" at {temperature!r}".removesuffix(".0")
+            found.setdefault(title, Way(title, k, temperature))
     return list(found.values())

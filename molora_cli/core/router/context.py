@@ -44,7 +44,7 @@ def project_table(net: ContextNet, embedding: Tensor, centre: Tensor, scale: flo
     weight = net.project.weight.detach().double()
     # P (x - centre) / scale + b with the constant part taken out of the loop
     shift = net.project.bias.detach().double() - weight @ (centre.double() / scale)
-    table = torch.empty(embedding.shape[0], net.projection, device=embedding.device)
+    table = torch.empty(embedding.shape[0], net.projection, dtype=torch.float32, device=embedding.device)
     for first in range(0, embedding.shape[0], _ROWS):
         rows = embedding[first : first + _ROWS].detach().double()
         table[first : first + _ROWS] = rows @ (weight.T / scale) + shift

@@ -93,9 +93,11 @@ class Deciding:
                 self._prepared[number] = stage.prepare(hidden.to(self.stack.device))
             elif not stage.per_module:
                 said = stage.score(layer, hidden.to(self.stack.device), self.real, self._prior(number))
-                own = 0 if stage.first_pass else [first for first, _ in stage.layers].index(layer)
                 said = self._checked(said, stage, 1)
-                self._said[number, own] = said.logp[:, :, 0], said.decided
+                # a first pass decides all groups at once
+                first = [first for first, _ in stage.layers]
+                for own in range(stage.groups) if stage.first_pass else (first.index(layer),):
+                    self._said[number, own] = said.logp[:, :, 0], said.decided
         now = [group for group, tap in enumerate(self.stack.waits) if tap == layer]
         for group in now:
             self._resolve(group)

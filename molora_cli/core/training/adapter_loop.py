@@ -359,10 +359,14 @@ def run(
                 mean = loss if mean is None else 0.95 * mean + 0.05 * loss
                 elapsed = earlier + time.monotonic() - begun
                 line = {"step": trainer.step, "loss": round(loss, 5), "seconds": round(elapsed, 2)}
-                if val_every and trainer.step % val_every == 0 and held_out:
-                    line["nll"] = round(float(trainer.nll(held_out) or 0.0), 5)
-                log.write(json.dumps(line) + "\n")
-                log.flush()
+                try:
+                    if val_every and trainer.step % val_every == 0 and held_out:
+                        paused = time.monotonic()
+                        line["nll"] = round(float(trainer.nll(held_out) or 0.0), 5)
+                        begun += time.monotonic() - paused  # it is no part of the training's time
+                finally:  # a step that was made is written, interrupted or not
+                    log.write(json.dumps(line) + "\n")
+                    log.flush()
                 ticker(trainer.step, len(plan), f"loss {mean:.3f}")
                 if time.monotonic() - saved > 60:
                     trainer.save_state(state, digest, elapsed)
