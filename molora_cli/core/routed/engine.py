@@ -63,6 +63,7 @@ class Engine:
         self.mode, self.chosen = AUTO, BASE
         self.meta: dict[str, Any] = {}
         self._base = base
+        self._anchor = next((m, n) for m in base.modules() for n, p in m._parameters.items() if p is not None)
         self._names = argument_names(base)
         self._running: _Running | None = None
         self._deciding: Deciding | None = None  # kept for layers that run again in the backward pass
@@ -123,7 +124,10 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        return self._base.device
+        # the base's own property walks through its modules, and this is asked for every token
+        module, name = self._anchor
+        weight = module._parameters.get(name)
+        return self._base.device if weight is None else weight.device
 
     @property
     def config(self) -> Any:
