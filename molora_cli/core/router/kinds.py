@@ -13,6 +13,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -80,7 +81,7 @@ class Stage(ABC):
         self.spec = spec
         self.around = around
 
-    @property
+    @cached_property
     def experts(self) -> tuple[str, ...]:
         return tuple(self.spec.experts)
 
@@ -88,7 +89,7 @@ class Stage(ABC):
     def groups(self) -> int:
         return max(1, len(self.spec.groups))
 
-    @property
+    @cached_property
     def layers(self) -> tuple[tuple[int, int], ...]:
         """[first, end) of each of its layer groups; one group is all layers where the spec names none."""
         return tuple((a, b) for a, b in self.spec.groups) or ((0, self.around.n_layers),)
@@ -136,7 +137,7 @@ class LiveStage(Stage):
     first_pass: ClassVar[bool] = False
     per_module: ClassVar[bool] = False
 
-    @property
+    @cached_property
     def taps(self) -> tuple[int, ...]:
         """Layers whose input it reads, ascending; the number of layers = what the last layer gives, one more
         = what the decoder gives after its last norm (in a first pass)."""
