@@ -427,20 +427,3 @@ def test_an_expert_leaves_and_the_others_keep_their_scores(kind: str) -> None:
         one = first.score(tap, hidden, mask, prior).logp[..., columns].log_softmax(-1)
         two = second.score(tap, hidden, mask, None if prior is None else prior[..., columns]).logp
         assert torch.allclose(one, two, atol=1e-9)
-
-
-def test_a_first_pass_decides_every_group_of_layers() -> None:
-    base = base_model()
-    ((spec, tensors),) = stages_of("hidden", base, factors_of(base))
-    around, ids = Surroundings(n_layers=LAYERS), ids_of(1, 5)
-    state = torch.randn(1, 5, WIDTH, generator=torch.Generator().manual_seed(2))
-    found = []
-    for groups in ([], [(0, 1), (1, LAYERS)]):
-        parts = join_tensors([tensors])
-        router = RouterStack(
-            RouterSpec(stages=[spec.model_copy(update={"groups": groups})]), parts, around, NAMES
-        )
-        deciding = router.begin(ids, None, router.start(1))
-        assert deciding.tap(2, state) == list(range(max(1, len(groups))))
-        found.append(deciding.decision().route.indices)
-    assert torch.equal(found[1], found[0].expand_as(found[1])) and len(found[0].unique()) > 1
