@@ -360,9 +360,10 @@ def run(
                 elapsed = earlier + time.monotonic() - begun
                 line = {"step": trainer.step, "loss": round(loss, 5), "seconds": round(elapsed, 2)}
                 try:
-                    if val_every and trainer.step % val_every == 0 and held_out:
-                        paused = time.monotonic()
-                        line["nll"] = round(float(trainer.nll(held_out) or 0.0), 5)
+                    if held_out and val_every and trainer.step % val_every == 0:
+                        paused, nll = time.monotonic(), trainer.nll(held_out)
+                        assert nll is not None  # there are rows
+                        line["nll"] = round(nll, 5)
                         begun += time.monotonic() - paused  # it is no part of the training's time
                 finally:  # a step that was made is written, interrupted or not
                     log.write(json.dumps(line) + "\n")
