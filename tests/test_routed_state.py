@@ -129,7 +129,7 @@ def test_chunked_and_cached_runs_agree(setup: dict[str, Any], cuts: list[int]) -
         indices.append(torch.tensor(out.trace.indices).unflatten(0, block.shape))
     same(torch.cat(logits, 1), full.logits)
     assert torch.equal(torch.cat(indices, 1).flatten(0, 1), torch.tensor(full.trace.indices))
-    history = cache.molora_state
+    history = cache.molora_state.history
     assert torch.equal(history.ids, ids) and torch.equal(history.indices, torch.cat(indices, 1))
     assert isinstance(cache, DynamicCache)
 
@@ -285,7 +285,7 @@ def test_back_to_the_router_in_mid_chat() -> None:
     for out, part in ((second, slice(4, 7)), (last, slice(9, 12))):
         assert torch.equal(torch.tensor(out.trace.indices).unflatten(0, (2, -1)), wanted[:, part])
     assert third.trace.indices.shape == (4, 1, 2)
-    state = cache.molora_state
+    state = cache.molora_state.history
     assert state.indices.shape == (2, 12, 1, 2) and state.scores is None
     assert state.indices[:, 7:9].tolist() == [[[[0, 2]]] * 2] * 2
     assert state.indices[:, :4].tolist() == [[[[1, -1]]] * 4] * 2

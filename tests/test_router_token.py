@@ -45,12 +45,13 @@ def test_it_is_the_twin(experts: int, width: int, hidden: int, units: int, decay
     state = wanted = net.start(1, torch.float64)
     seen = set()
     for number in range(60):
-        row = torch.randn(width, generator=gen, dtype=torch.float64) * (number % 7 != 3)
+        row = torch.randn(width, generator=gen) * (number % 7 != 3)
+        table = torch.stack([row + 1, row])
         cut = number in (0, 5, 12, 13, 30, 59)
         kept = {name: tensor.clone() for name, tensor in state.items()}
-        features, logp, after = step(row, cut, state)
+        features, logp, after = step(table, 1, cut, state)
         assert all(torch.equal(state[name], kept[name]) for name in kept)
-        exact = twin(net, row, cut, wanted)
+        exact = twin(net, row.double(), cut, wanted)
         for got, right in zip((features, logp), exact, strict=False):
             assert got.shape == right.shape and torch.allclose(got, right, rtol=0, atol=1e-12)
         assert after.keys() == exact[2].keys()
@@ -66,13 +67,13 @@ def test_what_does_not_fit_is_refused() -> None:
     net = made(3, 8, 6, 4, (0.5, 0.9))
     step = TokenStep.of(net)
     assert step is not None
-    row = torch.zeros(8, dtype=torch.float64)
+    table = torch.zeros(3, 8)
     for name, tensor in net.start(1, torch.float64).items():
         state = {**net.start(1, torch.float64), name: torch.cat([tensor, tensor], -1)}
         with pytest.raises(RuntimeError, match="of the state"):
-            step(row, False, state)
+            step(table, 0, False, state)
     with pytest.raises(RuntimeError, match="do not fit"):
-        step(row[:5], False, net.start(1, torch.float64))
+        step(table[:, :5], 0, False, net.start(1, torch.float64))
 
 
 def test_only_float64_takes_it() -> None:
@@ -88,7 +89,7 @@ def test_a_head_is_its_twin(dtype: torch.dtype, width: int, experts: int, prior:
     head = TapHead(width, experts, prior=prior, hidden=units).double().requires_grad_(False)
     hidden = (3 + 40 * torch.randn(1, 1, width)).to(dtype)
     before = torch.randn(1, 1, prior).double().log_softmax(-1) if prior else None
-    assert TapHead._compiled(hidden, head.inner.weight)
+    assert head.compiled
     got, twin = head.log_probabilities(hidden, before), head(hidden, before).log_softmax(-1)
     assert got.shape == twin.shape and got.dtype == twin.dtype
     assert torch.allclose(got, twin, rtol=0, atol=1e-12)

@@ -212,7 +212,7 @@ def test_a_conversation_goes_on_in_the_same_room(chat: RoutedModel, shop: Worksh
         chat.runtime = runtime
         ids += [*(event.id for event in got[: 20 - turn]), 70 + turn, 71, 72]
     assert isinstance(caches[0].past, RoomCache)
-    held, plain = (cache.past.molora_state for cache in caches)
+    held, plain = (cache.past.molora_state.history for cache in caches)
     assert torch.equal(held.ids, plain.ids) and torch.equal(held.indices, plain.indices)
     torch.testing.assert_close(caches[0].past.layers[2].keys, caches[1].past.layers[2].keys)
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from molora_cli.core.routed.route import Route
+from molora_cli.core.routed.route import Route, write_route
 from molora_cli.core.runtime.cache import new_cache
-from molora_cli.core.runtime.loaded import _write
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -76,7 +75,7 @@ def test_it_has_no_derivative() -> None:
 def test_gates_of_any_kind_are_written(dtype: torch.dtype) -> None:
     slots, gates = torch.zeros(3, 1, 4, dtype=torch.int64), torch.zeros(3, 1, 4)
     route = Route(torch.tensor([[[[2, -1]]]]), torch.tensor([[[[0.75, 0.25]]]], dtype=dtype))
-    _write([((1, 3), route)], slots, gates)
+    write_route(route, (1, 3), slots, gates)
     assert slots[:, 0].tolist() == [[0] * 4, [3, 0, 0, 0], [3, 0, 0, 0]]
     assert gates[:, 0].tolist() == [[0] * 4, [0.75, 0.25, 0, 0], [0.75, 0.25, 0, 0]]
 

@@ -4,9 +4,11 @@
     linear  (x, weight, bias, row_scale, *adapters) -> y    the mixture of a module with a dense weight
     delta   (y, x, base_bias, *adapters) -> y'              the mixture where W x + bias = y is given
     attend  (q, k, v, keys, values, position, scale) -> y   one token's attention; k and v are written there
-    context (row, cut, decays, span_decay, least, net, state) -> [features, logp, *state]
+    context (table, token, cut, decays, span_decay, least, net, state) -> [features, logp, *state]
                                                             one token through a context router's network
     head    (hidden, prior, net) -> logp                    one token through a head of a `taps` router
+    choose  (logp, k, temperature, places, muted, slots, gates, first, end) -> done
+                                                            the experts of one token, into a step's tables
 
 x (..., in), y (..., out) float32, bfloat16 or float16; weight (out, in) of the same dtype, or int8 with
 row_scale (out,) float32; bias (out,) of x's dtype or None. adapters: A (R, in), B (out, R) of x's dtype,
@@ -18,12 +20,17 @@ attend: q (1, H, 1, D); k (1, G, 1, D) and v (1, G, 1, E) go to `position`, (1,)
 and values (1, G, P, E); y (1, 1, H, E) = softmax(scale q K^T) V over positions 0 .. position. Query heads
 h * H / G .. + H / G read key head h.
 
-context: float64, one token. row (p) its projected vector; cut: whether it begins a span; net: weight
-and bias of the layers, four tensors, or eight where the network looks ahead; state: two tensors, or ten, in
-the order of `ContextState` (cpu/context.h) and not changed. Features are (1, 1, F), logp (1, 1, E).
+context: float64, one token. table (V, p) float32: projected vectors by token; cut: whether it begins a span;
+net: weight and bias of the layers, four tensors, or eight where the network looks ahead; state: two
+tensors, or ten, in the order of `ContextState` (cpu/context.h) and not changed. Features are (1, 1, F), logp
+(1, 1, E).
 
 head: hidden of d numbers in any of the dtypes above; prior of E float64 or None; net: weight and bias of two
 layers, float64; logp (1, 1, E) float64.
+
+choose: logp of E float64; places (E) int64, the adapter of each expert, -1 = the base; muted (E) bool. Writes
+rows [first, end) of slots and gates (L, 1, TOP), int64 and float32: k choices and zeros behind them. False,
+and nothing is written, where a score is NaN.
 """
 
 from __future__ import annotations

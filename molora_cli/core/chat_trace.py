@@ -31,11 +31,12 @@ def held_trace(model: Any, past: Any, messages: Messages | None) -> Trace:
     state: RouterState | None = None if past is None else state_of(past)
     if state is None or state.length == 0:
         raise InputError("there are no routes: the last answer was broken off", "/regen answers it again")
-    ids = state.ids[0].cpu().numpy().astype(np.int64)
+    history = state.history
+    ids = history.ids[0].cpu().numpy().astype(np.int64)
     router = model.router
     scores = None
-    if state.scores is not None and router is not None and state.scores.shape[1] == len(ids):
-        scores = state.scores[0].cpu().numpy()
+    if history.scores is not None and router is not None and history.scores.shape[1] == len(ids):
+        scores = history.scores[0].cpu().numpy()
     meta = dict(model.engine.meta)
     if scores is not None and router is not None:
         meta |= {"router": router.spec.kind, "groups": [list(layers) for layers in router.group_ranges]}
@@ -43,8 +44,8 @@ def held_trace(model: Any, past: Any, messages: Messages | None) -> Trace:
     trace = Trace(
         token_ids=ids,
         starts=np.zeros(1, dtype=np.int64),
-        indices=state.indices[0].cpu().numpy().astype(np.int16),
-        gates=state.gates[0].float().cpu().numpy(),
+        indices=history.indices[0].cpu().numpy().astype(np.int16),
+        gates=history.gates[0].float().cpu().numpy(),
         adapters=tuple(model.adapters),
         scores=scores,
         experts=() if scores is None or router is None else tuple(router.experts),

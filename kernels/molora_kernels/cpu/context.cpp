@@ -120,4 +120,26 @@ void head_step(const Affine& inner, const Affine& outer, const double* h, int64_
   log_softmax(logits.data(), outer.out, logp);
 }
 
+constexpr double GRID = 1.0 / (1 << 30);
+
+bool choose_step(const Choice& rule, const double* logp, int64_t experts, int64_t* slots, float* gates) {
+  constexpr double never = -std::numeric_limits<double>::infinity();
+  std::vector<double> scores(experts), ranks(experts), parts(rule.k);
+  std::vector<int64_t> order(experts);
+  for (int64_t e = 0; e < experts; e++) {
+    if (std::isnan(logp[e])) return false;
+    scores[e] = rule.muted[e] ? never : logp[e] / rule.temperature;
+    ranks[e] = std::nearbyint(scores[e] / GRID);
+    order[e] = e;
+  }
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return ranks[a] > ranks[b]; });
+  double best = scores[order[0]], total = 0;
+  for (int64_t i = 0; i < rule.k; i++) total += parts[i] = best > never ? std::exp(scores[order[i]] - best) : 1;
+  for (int64_t i = 0; i < rule.k; i++) {
+    slots[i] = scores[order[i]] > never ? rule.places[order[i]] + 1 : 0;
+    gates[i] = parts[i] / total;
+  }
+  return true;
+}
+
 }  // namespace molora

@@ -35,4 +35,17 @@ void context_step(const ContextNet& net, const double* e, bool cut, const Contex
 // A head on a hidden state h (d): log-probabilities (E) of outer gelu(inner [LN(h), prior]). prior: (E) or null.
 void head_step(const Affine& inner, const Affine& outer, const double* h, int64_t d, const double* prior, double* logp);
 
+// Which of a stage's experts a token takes: the k best of logp / temperature, equal ones on a grid in their order.
+struct Choice {
+  int64_t k;
+  double temperature;
+  const int64_t* places;  // (E) adapter of each expert, -1 = the base
+  const bool* muted;      // (E)
+};
+
+// logp (E) to slots and gates (k): softmax over the k best, slot = adapter + 1; what scores -inf is slot 0 at gate 0, or
+// at gate 1 where nothing else is left. False, and nothing is written, where a score is no number. The twin is
+// RouterStack.choose.
+bool choose_step(const Choice& rule, const double* logp, int64_t experts, int64_t* slots, float* gates);
+
 }  // namespace molora

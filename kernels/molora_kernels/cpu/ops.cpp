@@ -276,16 +276,19 @@ static ContextState<P> context_state(const std::vector<Tensor>& held, const Read
           at(held[5]), at(held[6]), at(held[7]), at(held[8]), at(held[9])};
 }
 
-static std::vector<Tensor> route_context(const Tensor& row, bool cut, at::ArrayRef<double> decays, double span_decay,
-                                         int64_t least, at::TensorList net, at::TensorList state) {
-  int64_t width = row.numel(), averages = decays.size();
+static std::vector<Tensor> route_context(const Tensor& table, int64_t token, bool cut, at::ArrayRef<double> decays,
+                                         double span_decay, int64_t least, at::TensorList net, at::TensorList state) {
+  int64_t width = table.size(-1), averages = decays.size();
   bool ahead = net.size() == 8;
   TORCH_CHECK(net.size() == (ahead ? 8 : 4) && state.size() == (ahead ? 10 : 2), "a network of ", net.size(),
               " tensors and a state of ", state.size());
   std::vector<Tensor> own, held, found;
   for (const Tensor& t : net) own.push_back(dense(t));
   for (const Tensor& t : state) held.push_back(dense(t));
-  Tensor e = dense(row);
+  TORCH_CHECK(table.dim() == 2 && table.stride(1) == 1, "a table of ", table.sizes());
+  TORCH_CHECK_INDEX(0 <= token && token < table.size(0), "token ", token, " of ", table.size(0));
+  const float* row = table.const_data_ptr<float>() + token * table.stride(0);
+  std::vector<double> e(row, row + width);
   ContextNet made{affine(own[0], own[1]), affine(own[2], own[3]), {}, {}, decays.data(), width, averages, span_decay, least};
   if (ahead) made.ahead_inner = affine(own[4], own[5]), made.ahead_outer = affine(own[6], own[7]);
   int64_t experts = made.outer.out, features = (1 + averages) * width;
@@ -295,11 +298,11 @@ static std::vector<Tensor> route_context(const Tensor& row, bool cut, at::ArrayR
   const int64_t sizes[] = {averages * width, averages, 1, experts, experts, 1, experts, 3 * experts, width, 1};
   for (size_t i = 0; i < held.size(); i++)
     TORCH_CHECK(held[i].numel() == sizes[i], "part ", i, " of the state has ", held[i].numel(), " elements");
-  found.push_back(at::empty({1, 1, features}, e.options()));
-  found.push_back(at::empty({1, 1, experts}, e.options()));
+  found.push_back(at::empty({1, 1, features}, own[0].options()));
+  found.push_back(at::empty({1, 1, experts}, own[0].options()));
   for (const Tensor& t : held) found.push_back(at::empty(t.sizes(), t.options()));
   std::vector<Tensor> kept(found.begin() + 2, found.end());
-  context_step(made, e.const_data_ptr<double>(), cut,
+  context_step(made, e.data(), cut,
                context_state<const double>(held, [](const Tensor& t) { return t.const_data_ptr<double>(); }),
                context_state<double>(kept, [](const Tensor& t) { return t.mutable_data_ptr<double>(); }),
                found[0].mutable_data_ptr<double>(), found[1].mutable_data_ptr<double>());
@@ -326,6 +329,28 @@ static Tensor route_head(const Tensor& hidden, const Maybe& prior, at::TensorLis
   return logp;
 }
 
+static bool route_choose(const Tensor& logp, int64_t k, double temperature, const Tensor& places, const Tensor& muted,
+                         const Tensor& slots, const Tensor& gates, int64_t first, int64_t end) {
+  int64_t experts = logp.numel(), width = slots.size(-1);
+  TORCH_CHECK(slots.dim() == 3 && slots.size(1) == 1 && slots.sizes() == gates.sizes() && slots.is_contiguous() &&
+                  gates.is_contiguous(), "tables of ", slots.sizes(), " and ", gates.sizes());
+  TORCH_CHECK_INDEX(0 <= first && first < end && end <= slots.size(0), "layers ", first, " to ", end, " of ", slots.size(0));
+  TORCH_CHECK(0 < k && k <= experts && k <= width && places.numel() == experts && muted.numel() == experts &&
+                  temperature > 0, k, " of ", experts, " experts at temperature ", temperature);
+  Tensor scores = dense(logp), to = dense(places), silent = dense(muted);
+  Choice rule{k, temperature, to.const_data_ptr<int64_t>(), silent.const_data_ptr<bool>()};
+  int64_t* s = slots.mutable_data_ptr<int64_t>() + first * width;
+  float* g = gates.mutable_data_ptr<float>() + first * width;
+  if (!choose_step(rule, scores.const_data_ptr<double>(), experts, s, g)) return false;
+  std::fill(s + k, s + width, 0);
+  std::fill(g + k, g + width, 0.f);
+  for (int64_t layer = 1; layer < end - first; layer++) {
+    std::copy(s, s + width, s + layer * width);
+    std::copy(g, g + width, g + layer * width);
+  }
+  return true;
+}
+
 #define MOLORA_ADAPTERS \
   "Tensor A, Tensor B, Tensor extent, Tensor scale, Tensor slots, Tensor gates, Tensor? out_scale, Tensor? out_bias"
 
@@ -334,7 +359,10 @@ TORCH_LIBRARY(MOLORA_LIBRARY, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? row_scale, " MOLORA_ADAPTERS ") -> Tensor");
   m.def("delta(Tensor y, Tensor x, Tensor? base_bias, " MOLORA_ADAPTERS ") -> Tensor");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor position, float scale) -> Tensor");
-  m.def("context(Tensor row, bool cut, float[] decays, float span_decay, int least, Tensor[] net, Tensor[] state) -> Tensor[]");
+  m.def("context(Tensor table, int token, bool cut, float[] decays, float span_decay, int least, Tensor[] net, Tensor[] state) -> Tensor[]");
+  m.def(
+      "choose(Tensor logp, int k, float temperature, Tensor places, Tensor muted, Tensor(a!) slots, Tensor(b!) gates, "
+      "int first, int end) -> bool");
   m.def("head(Tensor hidden, Tensor? prior, Tensor[] net) -> Tensor");
 }
 
@@ -345,6 +373,7 @@ TORCH_LIBRARY_IMPL(MOLORA_LIBRARY, CPU, m) {
   m.impl("attend", &attend_one);
   m.impl("context", &route_context);
   m.impl("head", &route_head);
+  m.impl("choose", &route_choose);
 }
 
 }  // namespace molora

@@ -91,7 +91,7 @@ class Runner:
                 found["memory"] = resident(self.routed, self.material.base, self.material.factors)
         state = state_of(cache)
         if self.router is not None and state is not None and state.length > first + 1:
-            found["route_changes"] = changes(state.indices[:, first:])
+            found["route_changes"] = changes(state.history.indices[:, first:])
         return found
 
 

@@ -23,7 +23,15 @@ from molora_cli.core.routed.context import Context, layer_ranges
 from molora_cli.core.routed.first_pass import FirstPass
 from molora_cli.core.routed.live import Enough, LayerHooks, ModuleHooks
 from molora_cli.core.routed.modules import RoutedModule
-from molora_cli.core.routed.outputs import NextToken, Routed, add_trace, cache_in
+from molora_cli.core.routed.next_token import (
+    NextToken,
+    Planned,
+    PlannedToken,
+    given_next,
+    known_state,
+    single_next,
+)
+from molora_cli.core.routed.outputs import Routed, add_trace, cache_in
 from molora_cli.core.routed.route import BASE, Route
 from molora_cli.core.routed.state import RouterState, bind, state_of
 from molora_cli.errors import InputError
@@ -282,7 +290,7 @@ class Engine:
                 "start with an empty cache, or keep giving route=",
             )
         with torch.no_grad():
-            return self.router.begin(past.ids, past.mask, self.router.start(past.batch)).after
+            return self.router.begin(past.history.ids, past.history.mask, self.router.start(past.batch)).after
 
     # -- while it runs -------------------------------------------------------
     def _at_layer(self, layer: int, hidden: Tensor) -> None:
@@ -367,8 +375,20 @@ class Engine:
         given: (1, 1, [G,] k), as `route` of a call. Raises InputError as the forward would.
         """
         router, routed_by_router = self.router, given is None and self.mode == AUTO
-        if routed_by_router and (router is None or self.step_taps is None):
+        taps = self.step_taps
+        if routed_by_router and (router is None or taps is None):
             return None
+        known = known_state(self, cache)
+        if known is not None:
+            into = (token, known, self.adapters, self.meta)
+            if routed_by_router:
+                one: NextToken | None = single_next(router, taps or (), *into)
+            else:
+                chosen = self.chosen if self.mode != OFF else BASE
+                route = given or Route.constant([chosen], [1.0], 1, 1)
+                one = given_next(route, self.context.n_layers, *into)
+            if one is not None:
+                return one
         call = one_token(token, cache, self.device)
         past = self._history(call, routed=routed_by_router)
         running = _Running(call, past, route=self._given(call, given))
@@ -384,15 +404,16 @@ class Engine:
             planned = (
                 [] if running.route.all_base else [*zip(layers, running.route.each_group(), strict=True)]
             )
-            return NextToken(planned, (), lambda layer, hidden: [], finish)
+            width = running.route.indices.shape[-1]
+            return PlannedToken(planned, width, (), lambda layer, hidden: [], finish)
         assert router is not None
         # one token is no padding
         deciding = running.deciding = router.begin(call.ids, None, self._stages(call, past))
 
-        def decided(groups: list[int]) -> list[tuple[tuple[int, int], Route]]:
+        def decided(groups: list[int]) -> Planned:
             return [(deciding.stack.group_ranges[group], deciding.group(group)) for group in groups]
 
-        def tap(layer: int, hidden: Tensor) -> list[tuple[tuple[int, int], Route]]:
+        def tap(layer: int, hidden: Tensor) -> Planned:
             return decided(deciding.tap(layer, hidden))
 
-        return NextToken(decided(deciding.ready), self.step_taps or (), tap, finish)
+        return PlannedToken(decided(deciding.ready), router.k, taps or (), tap, finish)

@@ -58,7 +58,7 @@ class FirstPass:
         first, mask = None, call.mask
         if past is not None and past.length:
             first = past.first if cached_length(past.first) == past.length else self._again(past)
-            mask = torch.cat([past.mask.to(mask.device), mask], dim=1)
+            mask = torch.cat([past.history.mask.to(mask.device), mask], dim=1)
         keeps = given.get("use_cache", True) is not False
         given.update({"attention_mask": mask.long(), self._cache_name: first, "use_cache": keeps})
         seen, output = self._forward(given)
@@ -70,9 +70,15 @@ class FirstPass:
                 "the cache holds tokens whose ids the router never saw (inputs_embeds, or another model's)",
                 "start with an empty cache, or keep giving route=",
             )
-        mask = past.mask.long()
+        history = past.history
+        mask = history.mask.long()
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        named = {"input_ids": past.ids, "attention_mask": mask, "position_ids": positions, "use_cache": True}
+        named = {
+            "input_ids": past.history.ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "use_cache": True,
+        }
         _, output = self._forward(named)
         return getattr(output, self._cache_name)  # type: ignore[no-any-return]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -45,24 +44,6 @@ class Routed:
             domains=(None,) * len(real),
             meta=dict(self.meta),
         )
-
-
-Planned = list[tuple[tuple[int, int], Route]]
-
-
-@dataclass(frozen=True)
-class NextToken:
-    """A decision about one token, which somebody else runs.
-
-    planned: [first, end) of layers with their route (1, 1, 1, k), as far as it is known before; layers in
-    none take the base. taps: layers whose input tells the rest. tap: gives more of `planned` for the input
-    (1, 1, d) of such a layer. finish: to be called once the token's keys and values are cached.
-    """
-
-    planned: Planned
-    taps: tuple[int, ...]
-    tap: Callable[[int, Tensor], Planned]
-    finish: Callable[[], Routed]
 
 
 class _Traced:

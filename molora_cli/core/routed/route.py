@@ -71,3 +71,12 @@ class Route:
             torch.tensor(indices, device=device).expand(shape),  # type: ignore[arg-type]
             torch.tensor(gates, dtype=torch.float32, device=device).expand(shape),  # type: ignore[arg-type]
         )
+
+
+def write_route(route: Route, layers: tuple[int, int], slots: Tensor, gates: Tensor) -> None:
+    """One token's route (1, 1, 1, k) into the rows [first, end) of a decode step's tables (L, 1, TOP)."""
+    first, end = layers
+    k = route.indices.shape[-1]
+    to_slots, to_gates = slots.numpy(), gates.numpy()  # the same memory, in fewer and shorter calls
+    to_slots[first:end, 0, :k] = route.indices.numpy()[0, 0, 0] + 1
+    to_gates[first:end, 0, :k] = route.gates.detach().float().numpy()[0, 0, 0]

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from molora_cli.core.routed.history import History, OneRouted
 from molora_cli.core.routed.route import BASE, Route
 
+_MOST_APART = 256  # single tokens, of some kilobytes each
 UNKNOWN = -1  # in the id history: a position whose token is not known
 State = dict[str, Tensor]
 
@@ -20,11 +21,9 @@ State = dict[str, Tensor]
 class RouterState:
     """History of one cache: aligned with its positions, padding included.
 
-    ids: (B, P) int64, -1 = unknown. mask: (B, P) bool, False = padding. indices, gates: (B, P, G, k), what
-    was decided; the base fills up where blocks differ in k. scores: (B, P, G, E), or None where some block
-    was not scored. stages: the router's running state after these tokens, or None where it has to be computed
-    from `ids` first. owner: whose routes these are (the engine of one routed model). router: whose `stages`.
-    first: keys and values of the base alone, for routers that read a first pass; None = to be computed again.
+    stages: the router's running state after these tokens, or None where it has to be computed from the ids
+    first. owner: whose routes these are (the engine of one routed model). router: whose `stages`. first: keys
+    and values of the base alone, for routers that read a first pass; None = to be computed again.
     """
 
     def __init__(self, owner: object, batch: int, device: torch.device) -> None:
@@ -32,17 +31,8 @@ class RouterState:
         self.router: object = None
         self.stages: list[State] | None = None
         self.first: Cache | None = None
-        self._device = device
-        self._clear(batch)
-
-    def _clear(self, batch: int) -> None:
-        self.ids = torch.zeros(batch, 0, dtype=torch.int64, device=self._device)
-        self.mask = torch.zeros(batch, 0, dtype=torch.bool, device=self._device)
-        self.indices = torch.zeros(batch, 0, 1, 1, dtype=torch.int16, device=self._device)
-        self.gates = torch.zeros(batch, 0, 1, 1, device=self._device)
-        self.scores: Tensor | None = None
-        self.stages = None
-        self.first = None
+        self._joined = History.empty(batch, device)
+        self._tail: list[OneRouted] = []  # single tokens, joined to the others when somebody asks
 
     @classmethod
     def unknown(cls, owner: object, batch: int, length: int, device: torch.device) -> RouterState:
@@ -54,17 +44,25 @@ class RouterState:
         return state.extended(ids, mask, Route(nothing, torch.zeros_like(nothing, dtype=torch.float32)))
 
     @property
+    def history(self) -> History:
+        """All tokens, their masks, routes and scores."""
+        if self._tail:
+            self._joined, self._tail = self._joined.with_tokens(self._tail), []
+        return self._joined
+
+    @property
     def batch(self) -> int:
-        return self.ids.shape[0]
+        return self._joined.batch
 
     @property
     def length(self) -> int:
-        return self.ids.shape[1]
+        return len(self._joined) + len(self._tail)
 
     @property
     def complete(self) -> bool:
         """Every real token of the history is known, so that a router can be run over it."""
-        return not bool(((self.ids == UNKNOWN) & self.mask).any())
+        history = self.history
+        return not bool(((history.ids == UNKNOWN) & history.mask).any())
 
     def extended(
         self,
@@ -77,21 +75,17 @@ class RouterState:
     ) -> RouterState:
         """A new state with T more tokens: ids (B, T), mask (B, T), route (B, T, [G,] k), scores (B, T, G,
         E)."""
-        route = route.grouped
         new = copy.copy(self)
-        new.ids = torch.cat([self.ids, ids.to(self._device)], dim=1)
-        new.mask = torch.cat([self.mask, mask.to(self._device)], dim=1)
-        new.indices = _joined(self.indices, route.indices.to(self._device, torch.int16), BASE)
-        new.gates = _joined(self.gates, route.gates.detach().to(self._device, torch.float32), 0.0)
-        new.scores = None
-        if scores is not None:
-            scores = scores.detach().to(self._device, torch.float32)
-            if self.length == 0:
-                new.scores = scores
-            elif self.scores is not None and self.scores.shape[2:] == scores.shape[2:]:
-                new.scores = torch.cat([self.scores, scores], dim=1)
+        new._joined, new._tail = self.history.extended(ids, mask, route, scores), []
         new.stages, new.router, new.first = stages, router, None
         return new
+
+    def push(self, token: OneRouted, stages: list[State] | None, router: object) -> None:
+        """One more token of a single text, in place: nothing is copied between two tokens of an answer."""
+        if self._tail and (len(self._tail) == _MOST_APART or not self._tail[-1].alike(token)):
+            self._joined, self._tail = self.history, []
+        self._tail.append(token)
+        self.stages, self.router, self.first = stages, router, None
 
     # -- what happens to the cache ------------------------------------------
     def select(self, rows: Tensor) -> None:
@@ -117,38 +111,26 @@ class RouterState:
             except RuntimeError:  # sliding windows and recurrent states cannot go back
                 self.first = None
         self.stages = None
-        self._each(lambda tensor: tensor[:, :length])
+        self._joined = self.history.each(lambda tensor: tensor[:, :length])
 
     def reset(self) -> None:
         """Back to before the first token."""
-        self._clear(self.batch)
+        self._joined, self._tail = History.empty(self.batch, self._joined.ids.device), []
+        self.stages = self.first = None
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.ids, self.mask = change(self.ids), change(self.mask)
-        self.indices, self.gates = change(self.indices), change(self.gates)
-        self.scores = None if self.scores is None else change(self.scores)
+        self._joined = self.history.each(change)
         if self.stages is not None:
             self.stages = [{name: change(t) for name, t in stage.items()} for stage in self.stages]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RouterState:
         # the tensors are copied; the model and the router they belong to are the same ones
         new = copy.copy(self)
+        new._joined, new._tail = self.history, []
         memo[id(self)] = new
         new._each(torch.clone)
         new.first = copy.deepcopy(self.first, memo)
         return new
-
-
-def _joined(before: Tensor, after: Tensor, fill: float) -> Tensor:
-    """Both (B, T, G, k) along T; a single group is spread over all, and `fill` makes up for a smaller k."""
-    if before.shape[2:] == after.shape[2:]:
-        return torch.cat([before, after], dim=1)
-    if 1 != before.shape[2] != after.shape[2] != 1:
-        # cut into other layer groups than before: the earlier decisions have no place any more
-        before = torch.full_like(before[:, :, :1], fill)
-    groups, width = max(before.shape[2], after.shape[2]), max(before.shape[3], after.shape[3])
-    parts = [part.expand(-1, -1, groups, -1) for part in (before, after)]
-    return torch.cat([F.pad(part, (0, width - part.shape[3]), value=fill) for part in parts], dim=1)
 
 
 class _Follows:

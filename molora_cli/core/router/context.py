@@ -111,16 +111,22 @@ class ContextStage(IdStage):
 
     @torch.no_grad()
     def score(self, ids: Tensor, mask: Tensor, state: State) -> tuple[Scores, State]:
-        if self._step is not None and ids.numel() == 1 and self._step.ready and bool(mask):
-            token = min(max(int(ids), 0), len(self.table) - 1)  # as for many, see `features`
-            row = self.table[token].to(self.dtype)
-            features, logp, after = self._step(row, token in self._cut_ids, state)
-            return Scores(share_out(logp, features, self.gates).unsqueeze(2)), after
+        if ids.numel() == 1 and bool(mask):
+            one = self.score_token(int(ids), state)
+            if one is not None:
+                return Scores(one[0].unsqueeze(2)), one[1]
         features, after = self.features(ids, mask, state)
         cuts = self.cuts[ids.clamp(0, len(self.cuts) - 1)]
         logits, spans = self.net.corrected(features, cuts, mask, state)
         logp = share_out(logits.log_softmax(-1), features, self.gates)
         return Scores(logp.unsqueeze(2)), {**after, **spans}
+
+    def score_token(self, token: int, state: State) -> tuple[Tensor, State] | None:
+        if self._step is None or not self._step.ready:
+            return None
+        token = min(max(token, 0), len(self.table) - 1)  # as for many, see `vectors`
+        features, logp, after = self._step(self.table, token, token in self._cut_ids, state)
+        return share_out(logp, features, self.gates), after
 
     @torch.no_grad()
     def features(self, ids: Tensor, mask: Tensor | None, state: State) -> tuple[Tensor, State]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from molora_cli.core.router.stack import RouterStack
 
 MODULES = -1  # a group that waits for the input of each routed module, not of a layer
-_FLOOR = -12.0  # least log-probability of another stage that a live stage reads: -inf would spoil its sums
+FLOOR = -12.0  # least log-probability of another stage that a live stage reads: -inf would spoil its sums
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,11 @@ class Deciding:
         from_, to = self.stack.stages[source], self.stack.stages[number]
         logp, _ = self._said[source, from_.groups - 1]  # of a stage on ids: it has spoken
         if from_.experts == to.experts:
-            return logp.clamp(min=_FLOOR)
+            return logp.clamp(min=FLOOR)
         columns = [from_.experts.index(e) if e in from_.experts else -1 for e in to.experts]
-        prior = logp[:, :, columns].clamp(min=_FLOOR)
+        prior = logp[:, :, columns].clamp(min=FLOOR)
         absent = [i for i, column in enumerate(columns) if column < 0]
-        prior[..., absent] = _FLOOR
+        prior[..., absent] = FLOOR
         return prior
 
     def _resolve(self, group: int) -> None:

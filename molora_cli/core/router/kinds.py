@@ -119,6 +119,11 @@ class IdStage(Stage):
         cropped.
         """
 
+    def score_token(self, token: int, state: State) -> tuple[Tensor, State] | None:
+        """`score` for one token of one text: (1, 1, E) log-probabilities that hold for all its groups, and
+        the state after it. None where only `score` can tell."""
+        return None
+
 
 class LiveStage(Stage):
     """A stage that reads the base's hidden states, one token at a time, while its forward runs.

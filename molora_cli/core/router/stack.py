@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from molora_kernels import cpu_ops
 from torch import Tensor
 
 from molora_cli.core.routed.route import BASE
@@ -24,6 +25,7 @@ from molora_cli.core.router.kinds import (
     Surroundings,
     kind_class,
 )
+from molora_cli.core.router.single import SingleToken
 from molora_cli.core.router.spec import ROUTER_FILE, RouterSpec, check_experts, check_layers
 from molora_cli.errors import InputError
 
@@ -77,7 +79,7 @@ class RouterStack:
             torch.tensor([column[e] for e in stage.experts], device=self.device) for stage in self.stages
         ]
         place = {BASE_EXPERT: BASE, **{name: i for i, name in enumerate(self.adapters)}}
-        self._places = [
+        self.places = [
             torch.tensor([place[e] for e in stage.experts], device=self.device) for stage in self.stages
         ]
         # groups of one stage that knows every expert: what it says is the decision
@@ -86,6 +88,7 @@ class RouterStack:
             for group, covering in enumerate(self.covering)
             if len(covering) == 1 and tuple(self.stages[covering[0][0]].experts) == self.experts
         }
+        self._single: tuple[object, SingleToken | None] = (None, None)
         # whether gates carry gradients to the live stages' parameters (training through the base's loss)
         self.differentiable = False
         self._k: int | None = None
@@ -111,7 +114,7 @@ class RouterStack:
     @property
     def k(self) -> int:
         """Adapters a token may take at most: the last dimension of a route."""
-        return max(self._stage_k(stage) for stage in self.stages)
+        return max(self.k_of(stage) for stage in self.stages)
 
     @k.setter
     def k(self, value: int | None) -> None:
@@ -149,6 +152,14 @@ class RouterStack:
         self._muted = wanted
 
     # -- routing ------------------------------------------------------------
+    @property
+    def single(self) -> SingleToken | None:
+        """The way for single tokens as the settings are now, None where there is none."""
+        settings = (self._k, self._temperature, self._muted, cpu_ops.loaded())
+        if self._single[0] != settings:
+            self._single = settings, SingleToken.of(self)
+        return self._single[1]
+
     def gradients(self) -> torch.set_grad_enabled:
         """The context that its stages run in."""
         return torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled())
@@ -184,17 +195,21 @@ class RouterStack:
         deciding = self.begin(ids, mask, state)
         return deciding.decision(), deciding.after
 
-    def _stage_k(self, stage: Stage) -> int:
+    def k_of(self, stage: Stage) -> int:
+        """Adapters that a token may take by one stage as it is now."""
         wanted = self._k if self._k is not None and stage.tunable else stage.spec.k
         return min(wanted, len(stage.experts))
+
+    def temperature_of(self, stage: Stage) -> float:
+        """The temperature of one stage as it is now."""
+        own = self._temperature if stage.tunable else None
+        return stage.spec.temperature if own is None else own
 
     def choose(self, logp: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """(..., E) scores of stage `number` -> adapter indices and gates (..., k): softmax over the k best,
         ties to the first expert. A choice that scores -inf is the base at gate 0. Differentiable in logp."""
         stage = self.stages[number]
-        temperature = stage.spec.temperature
-        if self._temperature is not None and stage.tunable:
-            temperature = self._temperature
+        temperature = self.temperature_of(stage)
         if logp.numel() == len(stage.experts) and logp.is_cpu and not logp.requires_grad:
             found = self._choose_one(logp, number, temperature)
             if found is not None:
@@ -205,10 +220,10 @@ class RouterStack:
             scores = scores.clone()
             scores[..., silent] = -torch.inf
         order = (scores / _GRID).round().sort(dim=-1, descending=True, stable=True).indices
-        best = order[..., : self._stage_k(stage)]
+        best = order[..., : self.k_of(stage)]
         top = scores.gather(-1, best)  # (..., k)
         possible = top > -torch.inf
-        indices = torch.where(possible, self._places[number][best], BASE)
+        indices = torch.where(possible, self.places[number][best], BASE)
         # nothing left to take: the base, at gate 1
         nothing = ~possible.any(-1, keepdim=True)
         top = torch.where(nothing, 0.0, top)
@@ -217,7 +232,7 @@ class RouterStack:
 
     def _choose_one(self, logp: Tensor, number: int, temperature: float) -> tuple[Tensor, Tensor] | None:
         """`choose` for one token without torch: an answer makes one at a time. None for what has no order."""
-        stage, places = self.stages[number], self._places[number].tolist()
+        stage, places = self.stages[number], self.places[number].tolist()
         scores = [
             -math.inf if name in self._muted else score / temperature
             for name, score in zip(stage.experts, logp.flatten().tolist(), strict=True)
@@ -225,7 +240,7 @@ class RouterStack:
         if any(math.isnan(score) for score in scores):
             return None
         ranks = [round(score / _GRID) if math.isfinite(score) else score for score in scores]
-        best = sorted(range(len(scores)), key=lambda i: ranks[i], reverse=True)[: self._stage_k(stage)]
+        best = sorted(range(len(scores)), key=lambda i: ranks[i], reverse=True)[: self.k_of(stage)]
         top = [scores[i] for i in best]
         if top[0] > -math.inf:
             parts = [math.exp(score - top[0]) for score in top]

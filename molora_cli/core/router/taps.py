@@ -53,17 +53,22 @@ class TapHead(nn.Module):
     def log_probabilities(self, hidden: Tensor, prior: Tensor | None) -> Tensor:
         """Of the experts, (..., E), as `forward`. A single token goes through one compiled operator, where it
         is there and nobody wants a gradient: some fifteen calls of torch on as few numbers take longer."""
-        weight = self.inner.weight
-        if hidden.numel() == self.width and self._compiled(hidden, weight):
-            net = [weight, self.inner.bias, self.outer.weight, self.outer.bias]
-            return torch.ops.molora_cpu.head(hidden, prior, net)
+        if hidden.numel() == self.width and self.compiled and hidden.dtype in cpu_ops.DTYPES:
+            weight = self.inner.weight
+            if not torch.is_grad_enabled() or not (weight.requires_grad or hidden.requires_grad):
+                return torch.ops.molora_cpu.head(hidden, prior, self.net)
         return self(hidden, prior).log_softmax(-1)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _compiled(hidden: Tensor, weight: Tensor) -> bool:
-        there = cpu_ops.loaded() and weight.is_cpu and weight.dtype == torch.float64
-        free = not torch.is_grad_enabled() or not (weight.requires_grad or hidden.requires_grad)
-        return there and free and hidden.dtype in cpu_ops.DTYPES
+    @property
+    def net(self) -> list[Tensor]:
+        """Weight and bias of both layers, as the operator takes them."""
+        return [self.inner.weight, self.inner.bias, self.outer.weight, self.outer.bias]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the operator is loaded here and can run this head."""
+        weight = self.inner.weight
+        return cpu_ops.loaded() and weight.is_cpu and weight.dtype == torch.float64
 
 
 class LinearHead(nn.Module):

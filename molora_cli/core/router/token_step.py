@@ -38,13 +38,14 @@ class TokenStep:
         """Whether the operator is compiled and loaded here: nobody waits for it."""
         return cpu_ops.loaded()
 
-    def __call__(self, row: Tensor, cut: bool, state: State) -> tuple[Tensor, Tensor, State]:
+    def __call__(self, table: Tensor, token: int, cut: bool, state: State) -> tuple[Tensor, Tensor, State]:
         """Features (1, 1, F) and log-probabilities (1, 1, E) of a token, and the state after it.
 
-        row (p): its projected vector; cut: whether it begins a span; state: of one text, not changed.
+        table (V, p) float32: the projected vectors; cut: whether the token begins a span; state: of one text,
+        not changed.
         """
         before = [state[name] for name in self._names]
         features, logp, *after = torch.ops.molora_cpu.context(
-            row, cut, self._decays, DECAY, LEAST, self._net, before
+            table, token, cut, self._decays, DECAY, LEAST, self._net, before
         )
         return features, logp, dict(zip(self._names, after, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +16,12 @@ class RoomLayer(DynamicLayer):
     and not concatenated.
 
     rooms: (keys, values), each (B, G, P, D) with P >= length, or None before the first token. keys, values:
-    what transformers reads, (B, G, length, D). Not for use under autograd.
+    what transformers reads, (B, G, length, D). changed: called when rooms or length became others. Not for
+    use under autograd.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed  # first: what follows assigns keys and values
         super().__init__()
         self.rooms: tuple[Tensor, Tensor] | None = None
         self.length = 0
@@ -46,6 +49,7 @@ class RoomLayer(DynamicLayer):
     def _take(self, tensor: Tensor | None, part: int) -> None:
         """What transformers' own methods assign (crop, a selection of rows): the front of the same room, or
         tensors of their own, which are then the room."""
+        self._changed()
         if tensor is None or self.rooms is None:
             self.rooms, self.length = None, 0
             return
@@ -70,6 +74,7 @@ class RoomLayer(DynamicLayer):
         for room, new in zip(self.rooms, (key_states, value_states), strict=True):
             room[:, :, first:end] = new
         self.length = end
+        self._changed()
         return self.rooms[0][:, :, :end], self.rooms[1][:, :, :end]
 
     def reserve(self, length: int, key_states: Tensor, value_states: Tensor) -> None:
@@ -95,9 +100,15 @@ class RoomCache(Cache):
     """A cache of `RoomLayer`s, one per layer of the base."""
 
     def __init__(self, layers: int) -> None:
-        own = [RoomLayer() for _ in range(layers)]
+        own = [RoomLayer(self._forget) for _ in range(layers)]
         super().__init__(layers=[*own])
         self._own = own
+        self._ready: tuple[list[Tensor], list[Tensor], int] | None = (
+            None  # the last of `rooms`, and their room
+        )
+
+    def _forget(self) -> None:
+        self._ready = None
 
     @property
     def length(self) -> int:
@@ -107,15 +118,17 @@ class RoomCache(Cache):
     def rooms(self) -> tuple[list[Tensor], list[Tensor]] | None:
         """Keys and values of every layer, with room for one more token; None where a layer has not been
         filled, or more than one text is in it."""
-        keys, values = [], []
-        length = self.length
-        for layer in self._own:
-            if layer.rooms is None or layer.length != length or layer.rooms[0].shape[0] != 1:
-                return None
-            layer.reserve(length + 1, *layer.rooms)
-            keys.append(layer.rooms[0])
-            values.append(layer.rooms[1])
-        return keys, values
+        length = self._own[0].length
+        if self._ready is None or length >= self._ready[2]:
+            keys, values = [], []
+            for layer in self._own:
+                if layer.rooms is None or layer.length != length or layer.rooms[0].shape[0] != 1:
+                    return None
+                layer.reserve(length + 1, *layer.rooms)
+                keys.append(layer.rooms[0])
+                values.append(layer.rooms[1])
+            self._ready = keys, values, min(room.shape[2] for room in keys + values)
+        return self._ready[0], self._ready[1]
 
     def advance(self) -> None:
         """One more token has been written into every layer."""

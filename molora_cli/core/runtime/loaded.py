@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from molora_cli.core.routed.outputs import NextToken, Planned
+from molora_cli.core.routed.next_token import NextToken
 from molora_cli.core.runtime.cache import RoomCache
 from molora_cli.core.runtime.package import PackageError
 from molora_cli.core.runtime.step import TABLES, TOP, listening
 
-_LOOKED_AT = 16  # weights, before every token
+_LOOKED_AT = 4  # weights, before every token
 
 
 class Program(Protocol):
@@ -59,8 +60,7 @@ class LoadedStep:
         count = int(base.config.get_text_config(decoder=True).num_hidden_layers)
         self._token = torch.zeros(1, 1, dtype=torch.int64)
         self._position = torch.zeros(1, dtype=torch.int64)
-        self._slots = torch.zeros(count, 1, TOP, dtype=torch.int64)
-        self._gates = torch.zeros(count, 1, TOP)
+        self._rows = count
         self._held: dict[str, Tensor] = {}
         self.bind(base, slots)
 
@@ -96,27 +96,27 @@ class LoadedStep:
         """Logits (V,) float32 after `token`, whose keys and values join the cache; None, and nothing has
         happened, where the cache or the route is of another kind."""
         rooms = cache.rooms()
-        if rooms is None or any(route.indices.shape[-1] > TOP for _, route in decided.planned):
+        if rooms is None or decided.width > TOP:
             return None
-        self._slots.zero_()
-        _write(decided.planned, self._slots, self._gates)
-
+        # new ones for every token: its trace is read from them later
+        slots = torch.zeros(self._rows, 1, TOP, dtype=torch.int64)
+        gates = torch.zeros(self._rows, 1, TOP)
+        decided.write(slots, gates)
         raised: list[BaseException] = []
 
         def tapped(layer: int, hidden: Tensor, slots: Tensor, gates: Tensor) -> None:
             # the graph would turn Ctrl-C, or an error of the router, into one of its own
             try:
                 if not raised:
-                    _write(decided.tap(layer, hidden), slots, gates)
+                    decided.tap(layer, hidden, slots, gates)
             except BaseException as error:
                 raised.append(error)
 
-        self._token.fill_(token)
-        self._position.fill_(cache.length)
-        with torch.no_grad(), listening(tapped):
-            logits = self._program.run(
-                [self._token, self._position, self._slots, self._gates, *rooms[0], *rooms[1]]
-            )
+        self._token.numpy()[:] = token
+        self._position.numpy()[:] = cache.length
+        heard = listening(tapped) if decided.taps else contextlib.nullcontext()
+        with torch.no_grad(), heard:
+            logits = self._program.run([self._token, self._position, slots, gates, *rooms[0], *rooms[1]])
         if raised:
             raise raised[0]
         cache.advance()
@@ -134,15 +134,6 @@ def _sample(base: Any) -> list[tuple[Any, str]]:
 def _place(owner: Any, name: str) -> tuple[int, torch.dtype] | None:
     parameter = owner._parameters.get(name)
     return None if parameter is None else (parameter.data_ptr(), parameter.dtype)
-
-
-def _write(planned: Planned, slots: Tensor, gates: Tensor) -> None:
-    """slots, gates: (L, 1, TOP)."""
-    to_slots, to_gates = slots.numpy(), gates.numpy()  # the same memory, in fewer and shorter calls
-    for (first, end), route in planned:
-        k = route.indices.shape[-1]
-        to_slots[first:end, 0, :k] = route.indices.numpy()[0, 0, 0] + 1
-        to_gates[first:end, 0, :k] = route.gates.detach().float().numpy()[0, 0, 0]
 
 
 def _nothing(name: str, own: dict[str, Tensor], slots: int, dtype: torch.dtype) -> Tensor | None:

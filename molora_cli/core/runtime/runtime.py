@@ -15,7 +15,7 @@ from torch import Tensor
 from molora_cli.core.routed.attach import layer_number
 from molora_cli.core.routed.int8 import Int8Linear
 from molora_cli.core.routed.modules import Replacement, RoutedLinear, RoutedModule, is_plain
-from molora_cli.core.routed.outputs import Routed
+from molora_cli.core.routed.next_token import Traced
 from molora_cli.core.routed.route import Route
 from molora_cli.core.runtime.cache import RoomCache, new_cache
 from molora_cli.core.runtime.loaded import LoadedStep, PackagedProgram, Program
@@ -36,12 +36,12 @@ class Stepped:
     """What a token gave. logits: (V,) float32. found: its route, as the step or as a forward gives it."""
 
     logits: Tensor
-    found: Routed | Trace
+    found: Traced | Trace
 
     @property
     def trace(self) -> Trace:
         """The token's route."""
-        return self.found.trace() if isinstance(self.found, Routed) else self.found
+        return self.found if isinstance(self.found, Trace) else self.found.trace()
 
 
 # of a config, what says nothing of the graph
