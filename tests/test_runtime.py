@@ -373,7 +373,7 @@ def test_what_a_router_raises_within_the_graph_arrives(tiny_llama: Path, shop: W
     model.topk = TOP + 1  # more than the graph has room for
     same(*_both(model, PROMPT))
     model.topk = 1
-    stage = model.router.live[0]
+    stage: Any = model.router.live[0]
 
     def interrupted(*anything: Any) -> Any:
         raise KeyboardInterrupt
@@ -381,7 +381,7 @@ def test_what_a_router_raises_within_the_graph_arrives(tiny_llama: Path, shop: W
     events = stream_ids(model, PROMPT, max_new_tokens=8)
     next(events)
     next(events)
-    stage.score = interrupted  # type: ignore[method-assign]
+    stage.heads[0].log_probabilities = interrupted
     with pytest.raises(KeyboardInterrupt):
         next(events)
     assert runtime.ready

@@ -28,7 +28,7 @@ from molora_cli.errors import InputError
 if TYPE_CHECKING:
     from molora_cli.core.router.spec import StageSpec
 
-_ROWS = 8192  # of the embedding projected at a time
+_ROWS = 512  # of the embedding projected at a time: their float64 copies stay in the cache
 _SAMPLES = 16  # rows of the embedding kept in the file
 _SAME = 0.98  # their least cosine: another precision of one base stays above, another base far below
 
