@@ -93,6 +93,7 @@ def command(
     from molora_cli.core.chat_session import ChatSession
     from molora_cli.core.chat_settings import Settings
     from molora_cli.core.conversation import load as load_conversation
+    from molora_cli.core.starting import collector_paused
     from molora_cli.views.palette import Palette
 
     if sys.stdout.isatty():  # its window may be resized while chat runs, what a shell exported stays
@@ -110,19 +111,20 @@ def command(
     _check_routing(opened, route, mute or [])
     out.note(f"loading {opened.path} ...")
 
-    from molora_cli.core.chat_template import need_tokenizer, use_template_file
-    from molora_cli.core.routed.model import load
+    with collector_paused():
+        from molora_cli.core.chat_template import need_tokenizer, use_template_file
+        from molora_cli.core.routed.model import load
 
-    model = load(
-        opened.path,
-        base=base,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        weights=weights,
-        trust_remote_code=trust_remote_code,
-        notify=out.note,
-    )
+        model = load(
+            opened.path,
+            base=base,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+            weights=weights,
+            trust_remote_code=trust_remote_code,
+            notify=out.note,
+        )
     for warning in (model.bundle or opened).warnings:
         out.warn(warning)
     if chat_template:
