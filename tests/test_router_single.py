@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from molora_cli.core.router.kinds import IdStage, Scores, State, Surroundings, r
 from molora_cli.core.router.spec import RouterSpec, StageSpec
 from molora_cli.core.router.stack import RouterStack
 from molora_cli.core.router.taps import TapHead, tap_groups
+from molora_cli.core.runtime.cache import RoomCache
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -137,6 +140,30 @@ def test_it_is_the_twin(router: str, setting: str) -> None:
     assert torch.allclose(kept.history.scores, plain.history.scores, rtol=0, atol=1e-6)
 
 
+def test_a_layer_of_a_wider_graph_is_passed_over() -> None:
+    stack = stack_of(taps("taps", (1, 3), False))
+    own = stack.single
+    assert own is not None
+    one = own.begin(3, [{}])
+    slots, gates = fresh()
+    assert one is not None
+    one.tap(2, torch.zeros(1, 1, WIDTH), slots, gates)
+    assert not slots.any() and one.scores == [None, None]
+
+
+def test_what_is_dropped_is_freed_at_once() -> None:
+    gc.disable()
+    try:
+        stack = stack_of(context([]))
+        assert stack.single is not None
+        cache = RoomCache(2)
+        seen = weakref.ref(stack), weakref.ref(cache)
+        del stack, cache
+        assert [ref() for ref in seen] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_settings_are_followed() -> None:
     stack = stack_of(context([]))
     first = stack.single
@@ -154,7 +181,8 @@ def test_other_routers_are_left_to_the_twin() -> None:
     ):
         assert stack_of(*other).single is None
     fixed = StageSpec(kind="fixed", experts=["b"], params={"gates": [1.0]})
-    made = stack_of((fixed, {})).single
+    constant = stack_of((fixed, {}))
+    made = constant.single
     assert made is None or made.begin(3, [{}]) is None
     stack = stack_of(taps("taps", (1, 3), False))
     single = stack.single

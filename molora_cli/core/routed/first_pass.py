@@ -74,7 +74,7 @@ class FirstPass:
         mask = history.mask.long()
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         named = {
-            "input_ids": past.history.ids,
+            "input_ids": history.ids,
             "attention_mask": mask,
             "position_ids": positions,
             "use_cache": True,

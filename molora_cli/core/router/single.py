@@ -8,6 +8,7 @@ needs is read from the step's tables afterwards. The twin is `Deciding`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,16 +43,22 @@ class _Rule:
 
 
 class SingleToken:
-    """What a router does to single tokens; made anew when its settings change."""
+    """What a router does to single tokens; made anew when k, temperature or muted change."""
 
     def __init__(self, stack: RouterStack, rules: Sequence[_Rule]) -> None:
-        self.stack, self.rules = stack, rules
+        self._stack, self.rules = weakref.ref(stack), rules  # which holds this one
         self.width = max(rule.k for rule in rules)
         self.before = [group for group, rule in enumerate(rules) if rule.head is None]
         self.at = {rule.layers[0]: group for group, rule in enumerate(rules) if rule.head is not None}
         self.firsts = [rule.layers[0] for rule in rules]
         # of a trace
         self.meta = {"router": stack.spec.kind, "groups": [list(rule.layers) for rule in rules]}
+
+    @property
+    def stack(self) -> RouterStack:
+        stack = self._stack()
+        assert stack is not None  # whoever asks has this object from it
+        return stack
 
     @classmethod
     def of(cls, stack: RouterStack) -> SingleToken | None:
@@ -109,7 +116,9 @@ class OneToken:
 
     def tap(self, layer: int, hidden: Tensor, slots: Tensor, gates: Tensor) -> None:
         """The group that waits for hidden (1, 1, d), the input of `layer`."""
-        group = self.single.at[layer]
+        group = self.single.at.get(layer)
+        if group is None:  # of a graph that was made for more layers
+            return
         rule = self.single.rules[group]
         assert rule.head is not None
         logp = rule.head.log_probabilities(hidden, self._prior if rule.prior else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,12 +15,13 @@ class RoomLayer(DynamicLayer):
     and not concatenated.
 
     rooms: (keys, values), each (B, G, P, D) with P >= length, or None before the first token. keys, values:
-    what transformers reads, (B, G, length, D). changed: called when rooms or length became others. Not for
-    use under autograd.
+    what transformers reads, (B, G, length, D). changes: a count that all layers of a cache raise when
+    rooms or length become others; a list, and not the cache's method, so that a dropped cache is freed at
+    once. Not for use under autograd.
     """
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self._changed = changed  # first: what follows assigns keys and values
+    def __init__(self, changes: list[int]) -> None:
+        self._changes = changes  # first: what follows assigns keys and values
         super().__init__()
         self.rooms: tuple[Tensor, Tensor] | None = None
         self.length = 0
@@ -49,7 +49,7 @@ class RoomLayer(DynamicLayer):
     def _take(self, tensor: Tensor | None, part: int) -> None:
         """What transformers' own methods assign (crop, a selection of rows): the front of the same room, or
         tensors of their own, which are then the room."""
-        self._changed()
+        self._changes[0] += 1
         if tensor is None or self.rooms is None:
             self.rooms, self.length = None, 0
             return
@@ -74,7 +74,7 @@ class RoomLayer(DynamicLayer):
         for room, new in zip(self.rooms, (key_states, value_states), strict=True):
             room[:, :, first:end] = new
         self.length = end
-        self._changed()
+        self._changes[0] += 1
         return self.rooms[0][:, :, :end], self.rooms[1][:, :, :end]
 
     def reserve(self, length: int, key_states: Tensor, value_states: Tensor) -> None:
@@ -91,6 +91,7 @@ class RoomLayer(DynamicLayer):
                 room[:, :, : self.length] = self.rooms[part][:, :, : self.length]
             made.append(room)
         self.rooms = (made[0], made[1])
+        self._changes[0] += 1
 
     def get_seq_length(self) -> int:
         return self.length
@@ -100,15 +101,12 @@ class RoomCache(Cache):
     """A cache of `RoomLayer`s, one per layer of the base."""
 
     def __init__(self, layers: int) -> None:
-        own = [RoomLayer(self._forget) for _ in range(layers)]
+        self._changes = [0]
+        own = [RoomLayer(self._changes) for _ in range(layers)]
         super().__init__(layers=[*own])
         self._own = own
-        self._ready: tuple[list[Tensor], list[Tensor], int] | None = (
-            None  # the last of `rooms`, and their room
-        )
-
-    def _forget(self) -> None:
-        self._ready = None
+        # what `rooms` gave, their room, and the count of changes then
+        self._ready: tuple[list[Tensor], list[Tensor], int, int] | None = None
 
     @property
     def length(self) -> int:
@@ -119,7 +117,8 @@ class RoomCache(Cache):
         """Keys and values of every layer, with room for one more token; None where a layer has not been
         filled, or more than one text is in it."""
         length = self._own[0].length
-        if self._ready is None or length >= self._ready[2]:
+        ready = self._ready
+        if ready is None or length >= ready[2] or ready[3] != self._changes[0]:
             keys, values = [], []
             for layer in self._own:
                 if layer.rooms is None or layer.length != length or layer.rooms[0].shape[0] != 1:
@@ -127,8 +126,9 @@ class RoomCache(Cache):
                 layer.reserve(length + 1, *layer.rooms)
                 keys.append(layer.rooms[0])
                 values.append(layer.rooms[1])
-            self._ready = keys, values, min(room.shape[2] for room in keys + values)
-        return self._ready[0], self._ready[1]
+            room = min(tensor.shape[2] for tensor in keys + values)
+            ready = self._ready = keys, values, room, self._changes[0]
+        return ready[0], ready[1]
 
     def advance(self) -> None:
         """One more token has been written into every layer."""
