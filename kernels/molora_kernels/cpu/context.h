@@ -44,7 +44,7 @@ struct Choice {
 };
 
 // logp (E) to slots and gates (k): softmax over the k best, slot = adapter + 1; what scores -inf is slot 0 at gate 0, or
-// at gate 1 where nothing else is left. False, and nothing is written, where a score is no number. The twin is
+// each at gate 1 / k where nothing else is left. False, and nothing is written, where a score is no number. The twin is
 // RouterStack.choose.
 bool choose_step(const Choice& rule, const double* logp, int64_t experts, int64_t* slots, float* gates);
 

@@ -24,6 +24,7 @@ from molora_cli.core.routed.first_pass import FirstPass
 from molora_cli.core.routed.live import Enough, LayerHooks, ModuleHooks
 from molora_cli.core.routed.modules import RoutedModule
 from molora_cli.core.routed.next_token import (
+    Joining,
     NextToken,
     Planned,
     PlannedToken,
@@ -380,13 +381,13 @@ class Engine:
             return None
         known = known_state(self, cache)
         if known is not None:
-            into = (token, known, self.adapters, self.meta)
+            into = Joining(token, known, self.adapters, self.meta)
             if routed_by_router:
-                one: NextToken | None = single_next(router, taps or (), *into)
+                one: NextToken | None = single_next(router, taps or (), into)
             else:
                 chosen = self.chosen if self.mode != OFF else BASE
                 route = given or Route.constant([chosen], [1.0], 1, 1)
-                one = given_next(route, self.context.n_layers, *into)
+                one = given_next(route, self.context.n_layers, into)
             if one is not None:
                 return one
         call = one_token(token, cache, self.device)

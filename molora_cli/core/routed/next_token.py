@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -67,21 +67,21 @@ class PlannedToken:
             write_route(route, layers, slots, gates)
 
 
-class SingleNext:
-    """A router's, by `SingleToken`. past: the state of the cache, which the token joins; adapters, meta: of
-    its trace."""
+@dataclass(frozen=True)
+class Joining:
+    """A token of one text on its way to `past`, the state of the cache. adapters, meta: of its trace."""
 
-    def __init__(
-        self,
-        one: OneToken,
-        token: int,
-        past: RouterState,
-        taps: tuple[int, ...],
-        adapters: tuple[str, ...],
-        meta: Mapping[str, Any],
-    ) -> None:
-        self._one, self._token, self._past, self.taps = one, token, past, taps
-        self._adapters, self._meta = adapters, meta
+    token: int
+    past: RouterState
+    adapters: tuple[str, ...]
+    meta: Mapping[str, Any]
+
+
+class SingleNext:
+    """A router's, by `SingleToken`."""
+
+    def __init__(self, one: OneToken, taps: tuple[int, ...], into: Joining) -> None:
+        self._one, self._into, self.taps = one, into, taps
         self._tables: tuple[Tensor, Tensor] | None = None
         self.width, self.tap = one.single.width, one.tap
 
@@ -90,16 +90,16 @@ class SingleNext:
         self._one.write(slots, gates)
 
     def finish(self) -> Traced:
-        one, single = self._one, self._one.single
+        one, into, single = self._one, self._into, self._one.single
         said = [part for part in one.scores if part is not None]
         if self._tables is None or len(said) < len(one.scores):
             raise MoloraError(
                 "the router never saw the input of a layer that it reads",
                 "the base must run all its layers in order; use a router on token ids with this one",
             )
-        routed = OneRouted(self._token, *self._tables, single.firsts, self.width, said)
-        self._past.push(routed, one.after, single.stack)
-        return _OneTraced(routed, self._adapters, single.stack.experts, self._meta, single.meta)
+        routed = OneRouted(into.token, *self._tables, single.firsts, self.width, said)
+        into.past.push(routed, one.after, single.stack)
+        return _OneTraced(routed, into, single.stack.experts, single.meta)
 
 
 class GivenNext:
@@ -107,19 +107,10 @@ class GivenNext:
 
     taps = ()
 
-    def __init__(
-        self,
-        route: Route,
-        layers: int,
-        token: int,
-        past: RouterState,
-        adapters: tuple[str, ...],
-        meta: Mapping[str, Any],
-    ) -> None:
-        self._route, self._layers, self._token, self._past = route.grouped, layers, token, past
-        self._adapters, self._meta = adapters, meta
-        self.width = route.indices.shape[-1]
+    def __init__(self, route: Route, layers: int, into: Joining) -> None:
+        self._route, self._layers, self._into = route.grouped, layers, into
         self._tables: tuple[Tensor, Tensor] | None = None
+        self.width = route.indices.shape[-1]
 
     def write(self, slots: Tensor, gates: Tensor) -> None:
         self._tables = slots, gates
@@ -130,18 +121,19 @@ class GivenNext:
 
     def finish(self) -> Traced:
         assert self._tables is not None
-        routed = OneRouted(self._token, *self._tables, (0,), self.width)
-        self._past.push(routed, None, None)
-        return _OneTraced(routed, self._adapters, (), self._meta, {})
+        routed = OneRouted(self._into.token, *self._tables, (0,), self.width)
+        self._into.past.push(routed, None, None)
+        return _OneTraced(routed, self._into)
 
 
 @dataclass(frozen=True)
 class _OneTraced:
+    """own: what the router adds to the meta of a trace."""
+
     routed: OneRouted
-    adapters: tuple[str, ...]
-    experts: tuple[str, ...]
-    meta: Mapping[str, Any]
-    own: Mapping[str, Any]
+    into: Joining
+    experts: tuple[str, ...] = ()
+    own: Mapping[str, Any] = field(default_factory=dict)
 
     def trace(self) -> Trace:
         indices, gates = self.routed.route()
@@ -151,11 +143,11 @@ class _OneTraced:
             starts=np.zeros(1, dtype=np.int64),
             indices=indices[None].astype(np.int16),
             gates=gates[None],
-            adapters=self.adapters,
+            adapters=self.into.adapters,
             scores=None if scores is None else scores[None],
             experts=self.experts,
             domains=(None,),
-            meta={**self.meta, **self.own},
+            meta={**self.into.meta, **self.own},
         )
 
 
@@ -167,33 +159,20 @@ def known_state(owner: object, cache: Cache) -> RouterState | None:
     return past if past.length == cached_length(cache) else None
 
 
-def single_next(
-    router: RouterStack | None,
-    taps: tuple[int, ...],
-    token: int,
-    past: RouterState,
-    adapters: tuple[str, ...],
-    meta: Mapping[str, Any],
-) -> SingleNext | None:
-    """By the router's compiled operators; None where it has none, or its state after `past` is not known."""
+def single_next(router: RouterStack | None, taps: tuple[int, ...], into: Joining) -> SingleNext | None:
+    """By the router's compiled operators; None where it has none, or its state before the token is not
+    known."""
     single = None if router is None else router.single
-    if single is None or past.stages is None or past.router is not router:
+    if single is None or into.past.stages is None or into.past.router is not router:
         return None
-    one = single.begin(token, past.stages)
-    return None if one is None else SingleNext(one, token, past, taps, adapters, meta)
+    one = single.begin(into.token, into.past.stages)
+    return None if one is None else SingleNext(one, taps, into)
 
 
-def given_next(
-    route: Route,
-    layers: int,
-    token: int,
-    past: RouterState,
-    adapters: tuple[str, ...],
-    meta: Mapping[str, Any],
-) -> GivenNext | None:
+def given_next(route: Route, layers: int, into: Joining) -> GivenNext | None:
     """By a route (1, 1, [1,] k) for all layers; None for any other, and for adapters that there are not."""
     if route.indices.shape[:2] != (1, 1) or route.groups != 1 or not route.indices.is_cpu:
         return None
-    if not all(BASE <= index < len(adapters) for index in route.indices.flatten().tolist()):
+    if not all(BASE <= index < len(into.adapters) for index in route.indices.flatten().tolist()):
         return None
-    return GivenNext(route, layers, token, past, adapters, meta)
+    return GivenNext(route, layers, into)

@@ -93,8 +93,6 @@ class SingleToken:
                 if found is None:
                     return None
                 said, after[number] = found
-        if any(rule.head is not None and not rule.head.compiled for rule in self.rules):
-            return None
         return OneToken(self, said, after)
 
 
@@ -121,7 +119,7 @@ class OneToken:
             return
         rule = self.single.rules[group]
         assert rule.head is not None
-        logp = rule.head.log_probabilities(hidden, self._prior if rule.prior else None)
+        logp = rule.head.log_probabilities(hidden, self._prior if rule.prior else None).double()
         self.scores[group] = logp
         self._choose(group, logp, slots, gates)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -209,12 +208,7 @@ class RouterStack:
         """(..., E) scores of stage `number` -> adapter indices and gates (..., k): softmax over the k best,
         ties to the first expert. A choice that scores -inf is the base at gate 0. Differentiable in logp."""
         stage = self.stages[number]
-        temperature = self.temperature_of(stage)
-        if logp.numel() == len(stage.experts) and logp.is_cpu and not logp.requires_grad:
-            found = self._choose_one(logp, number, temperature)
-            if found is not None:
-                return found
-        scores = logp / temperature
+        scores = logp / self.temperature_of(stage)
         silent = [i for i, name in enumerate(stage.experts) if name in self._muted]
         if silent:
             scores = scores.clone()
@@ -229,27 +223,6 @@ class RouterStack:
         top = torch.where(nothing, 0.0, top)
         gates = torch.softmax(top, dim=-1)
         return indices, gates
-
-    def _choose_one(self, logp: Tensor, number: int, temperature: float) -> tuple[Tensor, Tensor] | None:
-        """`choose` for one token without torch: an answer makes one at a time. None for what has no order."""
-        stage, places = self.stages[number], self.places[number].tolist()
-        scores = [
-            -math.inf if name in self._muted else score / temperature
-            for name, score in zip(stage.experts, logp.flatten().tolist(), strict=True)
-        ]
-        if any(math.isnan(score) for score in scores):
-            return None
-        ranks = [round(score / _GRID) if math.isfinite(score) else score for score in scores]
-        best = sorted(range(len(scores)), key=lambda i: ranks[i], reverse=True)[: self.k_of(stage)]
-        top = [scores[i] for i in best]
-        if top[0] > -math.inf:
-            parts = [math.exp(score - top[0]) for score in top]
-        else:  # nothing left to take
-            parts = [1.0 for _ in top]
-        indices = [places[i] if scores[i] > -math.inf else BASE for i in best]
-        shape = (*logp.shape[:-1], len(best))
-        gates = torch.tensor([part / sum(parts) for part in parts], dtype=logp.dtype)
-        return torch.tensor(indices).view(shape), gates.view(shape)
 
     def _wait(self, covering: Sequence[tuple[int, int]]) -> int | None:
         """The layer whose input the group waits for, MODULES, or None = known before the forward."""

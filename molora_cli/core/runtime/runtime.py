@@ -192,9 +192,6 @@ class Runtime:
         self.look()
         if self._step is None or not isinstance(cache, RoomCache):
             return None
-        router = self._model.router
-        if given is None and router is not None and router.k > TOP:
-            return None
         decided = self._model.engine.next_token(token, cache, given)
         if decided is None or not set(decided.taps) <= set(self._taps):
             return None
