@@ -23,8 +23,8 @@ class RouterState:
 
     stages: the router's running state after these tokens, or None where it has to be computed from the ids
     first. owner: whose routes these are (the engine of one routed model). router: whose `stages`. first: keys
-    and values of the base alone, for routers that read a first pass; None = to be computed again. `extended`
-    leaves it as it is, `push` does not.
+    and values of the base alone, for routers that read a first pass; None = to be computed again.
+    `extended` gives a new state and leaves this one as it is; `push` changes this one.
     """
 
     def __init__(self, owner: object, batch: int, device: torch.device) -> None:
