@@ -16,8 +16,14 @@ struct Widened {
   struct Sum {
     Floats first{}, second{};
   };
-  static Pair read(const Weight* p) { return Format::widen(p); }
-  static void add(Sum& s, const Pair& w, const Token* x) {
+  using Read = Pair;
+  static Read read(const Weight* p) { return Format::widen(p); }
+  static Read read(const Weight* p, int64_t count) {  // zero behind count
+    Weight rest[STEP] = {};
+    std::memcpy((void*)rest, p, count * sizeof(Weight));
+    return read(rest);
+  }
+  static void add(Sum& s, const Read& w, const Token* x) {
     s.first += w.first * load<Floats>(x);
     s.second += w.second * load<Floats>(x + LANES);
   }
@@ -39,13 +45,15 @@ struct Native {
   struct Sum {
     __m512 lanes = _mm512_setzero_ps();
   };
-  static __m512bh read(const Weight* p) { return (__m512bh)_mm512_loadu_si512(p); }
-  static void add(Sum& s, __m512bh w, const Token* x) {
+  using Read = __m512bh;
+  static Read read(const Weight* p) { return (Read)_mm512_loadu_si512(p); }
+  static Read read(const Weight* p, int64_t count) { return (Read)_mm512_maskz_loadu_epi16((1u << count) - 1, p); }
+  static void add(Sum& s, Read w, const Token* x) {
     s.lanes = _mm512_dpbf16_ps(s.lanes, w, (__m512bh)_mm512_loadu_si512(x));
   }
-  static float total(const Sum& s) { return _mm512_reduce_add_ps(s.lanes); }
+  static float total(const Sum& s) { return sum((Floats)s.lanes); }
   static void totals(Sum a, Sum b, Sum c, Sum d, float* out) {
-    out[0] = total(a), out[1] = total(b), out[2] = total(c), out[3] = total(d);
+    sums((Floats)a.lanes, (Floats)b.lanes, (Floats)c.lanes, (Floats)d.lanes, out);
   }
   template <class T>
   static void lay(const T* x, int64_t n, Token* to) {
@@ -82,24 +90,46 @@ struct Ahead {
   template <class T>
   Ahead(const T* rows, int64_t ld, int64_t n) : from((const char*)rows), apart(ld == n ? 0 : ld * int64_t(sizeof(T))) {}
 
-  // at: how many bytes have been read here, bytes: how many are about to be.
-  void ask(int64_t at, int64_t bytes) const {
-    if (!from) return;
-    for (int64_t line = at / 64; line * 64 < at + bytes; line++)
+  // at: how many bytes have been read here; BYTES are about to be. Always inlined: gcc takes a call of what does nothing
+  // but prefetch for one without effect, and leaves it out.
+  template <int64_t BYTES>
+  [[gnu::always_inline]] void ask(int64_t at) const {
+    if (apart == 0 && BYTES % 64 == 0) {  // at is a multiple of BYTES
+      for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(from + at + line);
+      return;
+    }
+    for (int64_t line = at / 64; line * 64 < at + BYTES; line++)
       __builtin_prefetch(from + (apart ? line % 4 * apart + line / 4 * 64 : line * 64));
+  }
+
+  // What lies so many bytes behind, where rows follow one another.
+  Ahead beyond(int64_t bytes) const {
+    Ahead moved = *this;
+    if (from && apart == 0) moved.from += bytes;
+    return moved;
   }
 };
 
+// Rows that are read side by side, and whether the hardware runs ahead in them by itself: Zen 5 reads eight so at the
+// memory's limit, and slower when it is asked; Zen 3 wants to be asked. Of others this is a guess.
+#if defined(__AVX512F__)
+constexpr int TOGETHER = 8;
+constexpr bool RUNS_AHEAD = true;
+#else
+constexpr int TOGETHER = 4;
+constexpr bool RUNS_AHEAD = false;
+#endif
+
 // out[t * ldo + r] = W[r] . x[t] for ROWS rows and TOKENS tokens. ld, ldx: strides in elements; x is laid out.
-template <class Math, int ROWS, int TOKENS>
-inline void tile(const typename Math::Weight* W, int64_t ld, const typename Math::Token* x, int64_t ldx, int64_t n,
-                 float* out, int64_t ldo, Ahead next) {
+template <class Math, int ROWS, int TOKENS, bool ASKS>
+inline void tile_of(const typename Math::Weight* W, int64_t ld, const typename Math::Token* x, int64_t ldx, int64_t n,
+                    float* out, int64_t ldo, Ahead next) {
   typename Math::Sum sums[ROWS][TOKENS];
   int64_t h = 0;
   // unrolled by order: sums that are not would stand in memory, and each addition wait for its way there and back
   for (; h + STEP <= n; h += STEP) {
-    next.ask(ROWS * h * sizeof(*W), ROWS * STEP * sizeof(*W));
-#pragma GCC unroll 4
+    if constexpr (ASKS) next.ask<ROWS * STEP * sizeof(*W)>(ROWS * h * sizeof(*W));
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
       auto w = Math::read(W + r * ld + h);
 #pragma GCC unroll 2
@@ -107,20 +137,33 @@ inline void tile(const typename Math::Weight* W, int64_t ld, const typename Math
     }
   }
   if (h < n)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
-      typename Math::Weight rest[STEP] = {};
-      std::memcpy((void*)rest, W + r * ld + h, (n - h) * sizeof(rest[0]));
-      auto w = Math::read(rest);
+      auto w = Math::read(W + r * ld + h, n - h);
 #pragma GCC unroll 2
       for (int t = 0; t < TOKENS; t++) Math::add(sums[r][t], w, x + t * ldx + h);
     }
-  if constexpr (ROWS == 4 && TOKENS == 1) {
-    Math::totals(sums[0][0], sums[1][0], sums[2][0], sums[3][0], out);
-  } else {
-    for (int r = 0; r < ROWS; r++)
-      for (int t = 0; t < TOKENS; t++) out[t * ldo + r] = Math::total(sums[r][t]);
+#pragma GCC unroll 2
+  for (int t = 0; t < TOKENS; t++) {
+    float* to = out + t * ldo;
+    if constexpr (ROWS % 4 == 0) {
+#pragma GCC unroll 2
+      for (int r = 0; r < ROWS; r += 4)
+        Math::totals(sums[r][t], sums[r + 1][t], sums[r + 2][t], sums[r + 3][t], to + r);
+    } else {
+#pragma GCC unroll 2
+      for (int r = 0; r < ROWS; r++) to[r] = Math::total(sums[r][t]);
+    }
   }
+}
+
+template <class Math, int ROWS, int TOKENS>
+inline void tile(const typename Math::Weight* W, int64_t ld, const typename Math::Token* x, int64_t ldx, int64_t n,
+                 float* out, int64_t ldo, Ahead next) {
+  if (next.from)
+    tile_of<Math, ROWS, TOKENS, true>(W, ld, x, ldx, n, out, ldo, next);
+  else
+    tile_of<Math, ROWS, TOKENS, false>(W, ld, x, ldx, n, out, ldo, next);
 }
 
 // The same for any number of rows and tokens. after: what is read when these rows are through.
@@ -128,15 +171,17 @@ template <class Math>
 inline void dots(const typename Math::Weight* W, int64_t ld, int64_t rows, const typename Math::Token* x, int64_t ldx,
                  int64_t tokens, int64_t n, float* out, int64_t ldo, Ahead after = {}) {
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) {
+  for (; r + TOGETHER <= rows; r += TOGETHER) {
     const auto* w = W + r * ld;
-    Ahead next = r + 4 < rows ? Ahead(w + 4 * ld, ld, n) : after;
+    Ahead next = r + TOGETHER == rows ? after : RUNS_AHEAD ? Ahead() : Ahead(w + TOGETHER * ld, ld, n);
     int64_t t = 0;
     for (; t + 2 <= tokens; t += 2) {
-      tile<Math, 2, 2>(w, ld, x + t * ldx, ldx, n, out + t * ldo + r, ldo, {w + 2 * ld, ld, n});
-      tile<Math, 2, 2>(w + 2 * ld, ld, x + t * ldx, ldx, n, out + t * ldo + r + 2, ldo, next);
+      constexpr int HALF = TOGETHER / 2;
+      tile<Math, HALF, 2>(w, ld, x + t * ldx, ldx, n, out + t * ldo + r, ldo,
+                          RUNS_AHEAD ? Ahead() : Ahead(w + HALF * ld, ld, n));
+      tile<Math, HALF, 2>(w + HALF * ld, ld, x + t * ldx, ldx, n, out + t * ldo + r + HALF, ldo, next);
     }
-    if (t < tokens) tile<Math, 4, 1>(w, ld, x + t * ldx, ldx, n, out + t * ldo + r, ldo, next);
+    if (t < tokens) tile<Math, TOGETHER, 1>(w, ld, x + t * ldx, ldx, n, out + t * ldo + r, ldo, next);
   }
   for (; r < rows; r++)
     for (int64_t t = 0; t < tokens; t++)
@@ -144,14 +189,13 @@ inline void dots(const typename Math::Weight* W, int64_t ld, int64_t rows, const
 }
 
 // y[o] += sum_r z[r] B[r, o], o in [0, n), for ROWS rows of B at once: y is read and written once for all of them.
-template <class Format, int ROWS>
-inline void add_rows(const typename Format::Type* B, int64_t ld, const float* z, int64_t n, float* y,
-                     Ahead next) {
+template <class Format, int ROWS, bool ASKS>
+inline void add_rows_of(const typename Format::Type* B, int64_t ld, const float* z, int64_t n, float* y, Ahead next) {
   int64_t o = 0;
   for (; o + LANES <= n; o += LANES) {
-    next.ask(ROWS * o * sizeof(*B), ROWS * LANES * sizeof(*B));
+    if constexpr (ASKS) next.ask<ROWS * LANES * sizeof(*B)>(ROWS * o * sizeof(*B));
     Floats v = load<Floats>(y + o);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) v += Format::natural(B + r * ld + o) * z[r];
     store(y + o, v);
   }
@@ -159,14 +203,22 @@ inline void add_rows(const typename Format::Type* B, int64_t ld, const float* z,
     for (int r = 0; r < ROWS; r++) y[o] += float(B[r * ld + o]) * z[r];
 }
 
+template <class Format, int ROWS>
+inline void add_rows(const typename Format::Type* B, int64_t ld, const float* z, int64_t n, float* y, Ahead next) {
+  if (next.from)
+    add_rows_of<Format, ROWS, true>(B, ld, z, n, y, next);
+  else
+    add_rows_of<Format, ROWS, false>(B, ld, z, n, y, next);
+}
+
 // The same for any number of rows. after: what is read when these rows are through.
 template <class Format>
 inline void expand(const typename Format::Type* B, int64_t ld, const float* z, int64_t rank, int64_t n, float* y,
                    Ahead after = {}) {
   int64_t r = 0;
-  for (; r + 4 <= rank; r += 4) {
+  for (; r + TOGETHER <= rank; r += TOGETHER) {
     const auto* b = B + r * ld;
-    add_rows<Format, 4>(b, ld, z + r, n, y, r + 4 < rank ? Ahead(b + 4 * ld, ld, n) : after);
+    add_rows<Format, TOGETHER>(b, ld, z + r, n, y, r + TOGETHER < rank ? Ahead(b + TOGETHER * ld, ld, n) : after);
   }
   for (; r < rank; r++) add_rows<Format, 1>(B + r * ld, ld, z + r, n, y, r + 1 == rank ? after : Ahead());
 }

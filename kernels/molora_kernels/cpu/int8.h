@@ -9,11 +9,13 @@
 
 namespace molora {
 
-#if defined(__AVX2__) && defined(__FMA__)
+#if defined(__AVX512BW__) || (defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__))
 #define MOLORA_INT8 1
 struct Int8Math {
   using Weight = int8_t;
-  static constexpr int64_t STEP16 = 16, BLOCK = 256;
+  static constexpr int64_t STEP16 = VECTOR_BYTES / 2, BLOCK = 256;
+  // Tiles of four rows between what is asked for and what is read: rows are short, one is too few for Zen 5.
+  static constexpr int64_t LEAD = VECTOR_BYTES == 64 ? 4 : 1;
   static_assert(BLOCK * 127.0 * 32767.0 < 2147483648.0);
 
   // Sizes of a held token: its values, rounded up to whole steps, and its blocks' scales.
@@ -37,51 +39,74 @@ struct Int8Math {
     std::fill(to + n, to + wide(n), int16_t(0));
   }
 
-  // Sums of products of 16 weights and inputs, two neighbours to a lane.
-  static __m256i add(__m256i sum, const int8_t* w, __m256i x) {
-    __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)w));
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    return _mm256_dpwssd_epi32(sum, wide, x);
+  // A step of weights (or the first `count` of one), and sums of their products with inputs, two neighbours to a lane.
+#if defined(__AVX512BW__)
+  using Ints = __m512i;
+  static Ints read(const int8_t* w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)w)); }
+  static Ints add(Ints sum, Ints w, Ints x) {
+#if defined(__AVX512VNNI__)
+    return _mm512_dpwssd_epi32(sum, w, x);
 #else
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(wide, x));
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(w, x));
 #endif
+  }
+  static Floats scaled(Ints sum, float scale, Floats to) {
+    return (Floats)_mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(scale), (__m512)to);
+  }
+#else
+  using Ints = __m256i;
+  static Ints read(const int8_t* w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)w)); }
+  static Ints add(Ints sum, Ints w, Ints x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)); }
+  static Floats scaled(Ints sum, float scale, Floats to) {
+    return (Floats)_mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(scale), (__m256)to);
+  }
+#endif
+  static Ints read(const int8_t* w, int64_t count) {
+    int8_t rest[STEP16] = {};
+    std::memcpy(rest, w, count);
+    return read(rest);
   }
 };
 
 // out[r] = W[r] . x for ROWS rows and one token. Unrolled by order: sums that are not would stand in memory, not in
 // registers, and each addition wait for the last one's way there and back.
+template <int ROWS, bool ASKS>
+inline void int8_rows_of(const int8_t* W, int64_t ld, const int16_t* x, const float* scales, int64_t n, float* out,
+                         Ahead next) {
+  using Ints = Int8Math::Ints;
+  Floats total[ROWS] = {};
+  for (int64_t first = 0, b = 0; first < n; first += Int8Math::BLOCK, b++) {
+    Ints sum[ROWS] = {};
+    int64_t h = first, end = std::min(n, first + Int8Math::BLOCK);
+    for (; h + Int8Math::STEP16 <= end; h += Int8Math::STEP16) {
+      if constexpr (ASKS) next.ask<ROWS * Int8Math::STEP16>(ROWS * h);
+      Ints token = load<Ints>(x + h);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) sum[r] = Int8Math::add(sum[r], Int8Math::read(W + r * ld + h), token);
+    }
+    if (h < end) {
+      Ints token = load<Ints>(x + h);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) sum[r] = Int8Math::add(sum[r], Int8Math::read(W + r * ld + h, end - h), token);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) total[r] = Int8Math::scaled(sum[r], scales[b], total[r]);
+  }
+  if constexpr (ROWS % 4 == 0) {
+#pragma GCC unroll 2
+    for (int r = 0; r < ROWS; r += 4) sums(total[r], total[r + 1], total[r + 2], total[r + 3], out + r);
+  } else {
+    for (int r = 0; r < ROWS; r++) out[r] = molora::sum(total[r]);
+  }
+}
+
 template <int ROWS>
 inline void int8_rows(const int8_t* W, int64_t ld, const int16_t* x, const float* scales, int64_t n, float* out,
                       Ahead next) {
-  __m256 total[ROWS] = {};
-  for (int64_t first = 0, b = 0; first < n; first += Int8Math::BLOCK, b++) {
-    __m256i sum[ROWS] = {};
-    int64_t h = first, end = std::min(n, first + Int8Math::BLOCK);
-    for (; h + Int8Math::STEP16 <= end; h += Int8Math::STEP16) {
-      next.ask(ROWS * h, ROWS * Int8Math::STEP16);
-      __m256i token = _mm256_loadu_si256((const __m256i*)(x + h));
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++) sum[r] = Int8Math::add(sum[r], W + r * ld + h, token);
-    }
-    if (h < end) {
-      __m256i token = _mm256_loadu_si256((const __m256i*)(x + h));
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++) {
-        int8_t rest[Int8Math::STEP16] = {};
-        std::memcpy(rest, W + r * ld + h, end - h);
-        sum[r] = Int8Math::add(sum[r], rest, token);
-      }
-    }
-    __m256 scale = _mm256_set1_ps(scales[b]);
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) total[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r]), scale, total[r]);
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++) {
-    __m128 half = _mm_add_ps(_mm256_castps256_ps128(total[r]), _mm256_extractf128_ps(total[r], 1));
-    half = _mm_hadd_ps(half, half);
-    out[r] = _mm_cvtss_f32(_mm_hadd_ps(half, half));
-  }
+  if (next.from)
+    int8_rows_of<ROWS, true>(W, ld, x, scales, n, out, next);
+  else
+    int8_rows_of<ROWS, false>(W, ld, x, scales, n, out, next);
 }
 
 // The same for any number of rows and tokens: out[t * ldo + r]. after: as for `dots`.
@@ -91,11 +116,12 @@ inline void int8_dots(const int8_t* W, int64_t ld, int64_t rows, const int16_t* 
   for (int64_t t = 0; t < tokens; t++) {
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4) {
-      Ahead next = r + 4 < rows ? Ahead(W + (r + 4) * ld, ld, n) : t + 1 == tokens ? after : Ahead();
+      int64_t lead = r + 4 * Int8Math::LEAD;
+      Ahead next = lead < rows ? Ahead(W + lead * ld, ld, n) : t + 1 == tokens ? after.beyond((lead - rows) * ld) : Ahead();
       int8_rows<4>(W + r * ld, ld, x + t * wide, scales + t * blocks, n, out + t * ldo + r, next);
     }
     for (; r < rows; r++)
-      int8_rows<1>(W + r * ld, ld, x + t * wide, scales + t * blocks, n, out + t * ldo + r, after);
+      int8_rows<1>(W + r * ld, ld, x + t * wide, scales + t * blocks, n, out + t * ldo + r, {});
   }
 }
 #endif

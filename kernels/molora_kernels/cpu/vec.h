@@ -53,6 +53,14 @@ inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#elif defined(__AVX512F__)
+  auto halves = [](__m512 p, __m512 q) {  // neighbours of both, added
+    return _mm512_add_ps(_mm512_shuffle_ps(p, q, 0x88), _mm512_shuffle_ps(p, q, 0xdd));
+  };
+  __m512 quarters = halves(halves((__m512)a, (__m512)b), halves((__m512)c, (__m512)d));
+  __m128 low = _mm_add_ps(_mm512_castps512_ps128(quarters), _mm512_extractf32x4_ps(quarters, 1));
+  __m128 high = _mm_add_ps(_mm512_extractf32x4_ps(quarters, 2), _mm512_extractf32x4_ps(quarters, 3));
+  _mm_storeu_ps(out, _mm_add_ps(low, high));
 #else
   out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
 #endif
