@@ -197,7 +197,7 @@ def compile_command(compiler: list[str], source: str, flags: tuple[str, ...], li
 
 
 def _compile(compiler: list[str], folder: Path, flags: tuple[str, ...], library: str) -> Path:
-    objects = [folder / f"{name}.o" for name in ("kernels", "attend", "context", "ops")]
+    objects = [folder / f"{name}.o" for name in ("kernels", "delta", "attend", "context", "ops")]
     commands = [[*compile_command(compiler, f"{o.stem}.cpp", flags, library), "-o", str(o)] for o in objects]
     _run_all(commands)
     made = folder / "library.so"

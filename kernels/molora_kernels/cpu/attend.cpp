@@ -24,6 +24,15 @@ inline Floats exponential(Floats x) {
   return e * (Floats)((n + 127) << 23);
 }
 
+// Rows that are read soon, asked for while others are computed with: a piece is too short for the hardware to run ahead.
+template <class T>
+[[gnu::always_inline]] inline void ask(const Kept<T>& kept, int64_t head, int64_t position, int64_t rows) {
+  for (int64_t p = position; p < position + rows; p++) {
+    const char* row = (const char*)(kept.data + head * kept.head + p * kept.row);
+    for (int64_t at = 0; at < kept.width * int64_t(sizeof(T)); at += 64) __builtin_prefetch(row + at);
+  }
+}
+
 // What a thread knows of one query head: the largest score, the sum of e^(score - largest), and the values weighted so.
 struct Part {
   float largest = -std::numeric_limits<float>::infinity(), total = 0.f;
@@ -50,18 +59,28 @@ void attend(const T* q, int64_t heads, int64_t shared, const Kept<T>& K, const K
     for (int64_t k = 0; k < kept; k++)
       for (int64_t p = from; p < to; p += PIECE) {
         int64_t n = std::min(PIECE, to - p);
+        ask(V, k, p, n);
         dots<Math>(K.data + k * K.head + p * K.row, K.row, n, queries.data() + k * shared * wide, wide, shared, K.width,
                    scores.data(), PIECE);
+        if (p + n < to) ask(K, k, p + n, std::min(PIECE, to - p - n));
+        else if (k + 1 < kept) ask(K, k + 1, from, std::min(PIECE, to - from));
         for (int64_t s = 0; s < shared; s++) {
           Part& part = parts[id * heads + k * shared + s];
           float *own = scores.data() + s * PIECE, *weighted = sums.data() + (id * heads + k * shared + s) * V.width;
-          float largest = part.largest;
-          for (int64_t i = 0; i < n; i++) largest = std::max(largest, own[i] * scale);
-          for (int64_t i = 0; i < n; i++) own[i] = own[i] * scale - largest;
           std::fill(own + n, own + PIECE, -1e30f);
-          for (int64_t i = 0; i < n; i += LANES) store(own + i, exponential(load<Floats>(own + i)));
-          float total = 0.f;
-          for (int64_t i = 0; i < n; i++) total += own[i];
+          Floats most = broadcast(part.largest), sum{};
+          for (int64_t i = 0; i < n; i += LANES) {
+            Floats score = load<Floats>(own + i) * scale;
+            most = score > most ? score : most;
+          }
+          float largest = most[0];
+          for (int i = 1; i < LANES; i++) largest = std::max(largest, most[i]);
+          for (int64_t i = 0; i < n; i += LANES) {
+            Floats weight = exponential(load<Floats>(own + i) * scale - largest);
+            store(own + i, weight);
+            sum += weight;
+          }
+          float total = molora::sum(sum);
           float keep = std::exp(part.largest - largest);
           if (keep != 1.f)
             for (int64_t i = 0; i < V.width; i++) weighted[i] *= keep;

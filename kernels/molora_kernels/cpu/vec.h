@@ -156,6 +156,45 @@ struct FormatOf<c10::Half> {
   using Format = Fp16;
 };
 
+// LANES floats to T, rounded to nearest, ties to even; NaN stays NaN.
+inline void put(float* to, Floats v) { store(to, v); }
+inline void put(c10::BFloat16* to, Floats v) {
+#if defined(__AVX512BF16__)
+  auto half = _mm512_cvtneps_pbh((__m512)v);
+#else
+  Words bits = (Words)v;
+  Words number = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  Words none = (Words)((bits & 0x7fffffffu) > 0x7f800000u);
+  Shorts half = __builtin_convertvector((none & 0x7fc0u) | (~none & number), Shorts);
+#endif
+  std::memcpy((void*)to, &half, sizeof half);
+}
+inline void put(c10::Half* to, Floats v) {
+#if defined(__AVX512F__)
+  auto half = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::memcpy((void*)to, &half, sizeof half);
+#elif defined(__AVX2__) && defined(__F16C__)
+  auto half = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::memcpy((void*)to, &half, sizeof half);
+#else
+  for (int i = 0; i < LANES; i++) to[i] = c10::Half(v[i]);
+#endif
+}
+
+// n numbers from one type to another, one of which is float.
+template <class T>
+inline void narrow(const float* from, int64_t n, T* to) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) put(to + i, load<Floats>(from + i));
+  for (; i < n; i++) to[i] = T(from[i]);
+}
+template <class T>
+inline void widen(const T* from, int64_t n, float* to) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) store(to + i, FormatOf<T>::Format::natural(from + i));
+  for (; i < n; i++) to[i] = float(from[i]);
+}
+
 inline int64_t round_up(int64_t n) { return (n + STEP - 1) / STEP * STEP; }
 
 // One token in the order that `Format` widens its weights to: `to` has round_up(n) floats, zero behind n.
