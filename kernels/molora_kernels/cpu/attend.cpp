@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "dots.h"
+#include "many.h"
 #include "threads.h"
 
 namespace molora {
@@ -55,18 +55,24 @@ void attend(const T* q, int64_t heads, int64_t shared, const Kept<T>& K, const K
   in_parallel(threads, [&](int id, int count) {
     auto [from, to] = share(length, PIECE, id, count);
     std::vector<float> scores(shared * PIECE);
+    std::vector<const typename Math::Token*> query_at(shared);
+    std::vector<float*> score_at(shared), sums_at(shared);
     if (id == 0) made = count;
     for (int64_t k = 0; k < kept; k++)
       for (int64_t p = from; p < to; p += PIECE) {
         int64_t n = std::min(PIECE, to - p);
         ask(V, k, p, n);
-        dots<Math>(K.data + k * K.head + p * K.row, K.row, n, queries.data() + k * shared * wide, wide, shared, K.width,
-                   scores.data(), PIECE);
+        for (int64_t s = 0; s < shared; s++) {
+          query_at[s] = queries.data() + (k * shared + s) * wide;
+          score_at[s] = scores.data() + s * PIECE;
+          sums_at[s] = sums.data() + (id * heads + k * shared + s) * V.width;
+        }
+        shrink<Math>(K.data + k * K.head + p * K.row, K.row, n, query_at.data(), shared, K.width, score_at.data());
         if (p + n < to) ask(K, k, p + n, std::min(PIECE, to - p - n));
         else if (k + 1 < kept) ask(K, k + 1, from, std::min(PIECE, to - from));
         for (int64_t s = 0; s < shared; s++) {
           Part& part = parts[id * heads + k * shared + s];
-          float *own = scores.data() + s * PIECE, *weighted = sums.data() + (id * heads + k * shared + s) * V.width;
+          float *own = score_at[s], *weighted = sums_at[s];
           std::fill(own + n, own + PIECE, -1e30f);
           Floats most = broadcast(part.largest), sum{};
           for (int64_t i = 0; i < n; i += LANES) {
@@ -86,8 +92,8 @@ void attend(const T* q, int64_t heads, int64_t shared, const Kept<T>& K, const K
             for (int64_t i = 0; i < V.width; i++) weighted[i] *= keep;
           part.total = part.total * keep + total;
           part.largest = largest;
-          expand<Format>(V.data + k * V.head + p * V.row, V.row, own, n, V.width, weighted);
         }
+        expand_many<Format>(V.data + k * V.head + p * V.row, V.row, n, score_at.data(), shared, V.width, sums_at.data());
       }
   });
 

@@ -68,6 +68,8 @@ void shrink(const typename Math::Weight* A, int64_t lda, int64_t rank, const typ
   constexpr int MOST = SHRINK_TOKENS<Math>;
   int64_t t = 0;
   for (; t + MOST <= count; t += MOST) shrink_some<Math, MOST>(A, lda, rank, x + t, n, z + t);
+  if constexpr (MOST > 2)
+    if (count - t == 3) return shrink_some<Math, 3>(A, lda, rank, x + t, n, z + t);
   for (; t + 2 <= count; t += 2) shrink_some<Math, 2>(A, lda, rank, x + t, n, z + t);
   if (t < count) shrink_some<Math, 1>(A, lda, rank, x + t, n, z + t);
 }
@@ -119,7 +121,11 @@ void expand_many(const typename Format::Type* B, int64_t ldb, int64_t rank, cons
   int64_t t = 0;
   for (; t + EXPAND_TOKENS <= count; t += EXPAND_TOKENS)
     expand_some<Format, EXPAND_TOKENS>(B, ldb, rank, z + t, n, y + t);
-  for (; t < count; t++) expand_some<Format, 1>(B, ldb, rank, z + t, n, y + t);
+  if constexpr (EXPAND_TOKENS > 2) {
+    if (count - t == 3) return expand_some<Format, 3>(B, ldb, rank, z + t, n, y + t);
+    if (count - t == 2) return expand_some<Format, 2>(B, ldb, rank, z + t, n, y + t);
+  }
+  if (t < count) expand_some<Format, 1>(B, ldb, rank, z + t, n, y + t);
 }
 
 }  // namespace molora
