@@ -33,9 +33,8 @@ def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cpu"
     folder.mkdir()
     (folder / "kernels.cpp").write_text("int molora_test() { return 1; }\n")
-    (folder / "attend.cpp").write_text("int molora_test_attend() { return 4; }\n")
-    (folder / "context.cpp").write_text("int molora_test_context() { return 5; }\n")
-    (folder / "ops.cpp").write_text("int molora_test_too() { return 2; }\n")
+    for name in cpu_build.PARTS[1:]:
+        (folder / f"{name}.cpp").write_text(f"int molora_test_{name}() {{ return 2; }}\n")
     monkeypatch.setattr(cpu_build, "SOURCES", folder)
     monkeypatch.setenv("MOLORA_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)

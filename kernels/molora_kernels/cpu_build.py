@@ -23,6 +23,7 @@ import torch
 from molora_kernels import builders
 
 SOURCES = Path(__file__).parent / "cpu"
+PARTS = ("kernels", "delta", "attend", "context", "ops")  # compiled side by side
 LIBRARY = "molora_cpu"
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT = 600.0  # seconds for one compiler run, or for another process's build; a small board takes minutes
@@ -197,7 +198,7 @@ def compile_command(compiler: list[str], source: str, flags: tuple[str, ...], li
 
 
 def _compile(compiler: list[str], folder: Path, flags: tuple[str, ...], library: str) -> Path:
-    objects = [folder / f"{name}.o" for name in ("kernels", "delta", "attend", "context", "ops")]
+    objects = [folder / f"{name}.o" for name in PARTS]
     commands = [[*compile_command(compiler, f"{o.stem}.cpp", flags, library), "-o", str(o)] for o in objects]
     _run_all(commands)
     made = folder / "library.so"
