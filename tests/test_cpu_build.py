@@ -238,8 +238,9 @@ def test_the_avx512_bf16_path_is_sound_cpp() -> None:
     if cpu_build.platform.machine() != "x86_64" or not any(map(cpu_build.shutil.which, cpu_build.COMPILERS)):
         pytest.skip("another processor family, or no compiler")
     flags = ("-march=sapphirerapids", "-fsyntax-only")
-    command = cpu_build.compile_command(cpu_build.find_compiler(), "kernels.cpp", flags, "molora_cpu")
-    subprocess.run(command, check=True)
+    for source in ("kernels.cpp", "delta.cpp"):
+        command = cpu_build.compile_command(cpu_build.find_compiler(), source, flags, "molora_cpu")
+        subprocess.run(command, check=True)
 
 
 @pytest.mark.slow
@@ -259,16 +260,27 @@ def test_the_kernels_compile_for_other_processors(target: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_portable_path_is_right(tmp_path: Path) -> None:
-    """The same operators for the smallest x86-64, in a process of its own, against the oracle."""
-    if cpu_build.platform.machine() != "x86_64":
-        pytest.skip("another processor family")
+@pytest.mark.parametrize(
+    ("target", "needs"),
+    [
+        ("x86-64", ()),
+        ("x86-64-v3", ("avx2", "fma", "f16c")),
+        ("skylake-avx512", ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd")),
+        ("native", ()),
+    ],
+)
+def test_every_path_that_this_processor_has_is_right(
+    target: str, needs: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The same operators for smaller processors, in a process of its own, against the oracle."""
+    if cpu_build.platform.machine() != "x86_64" or not set(needs) <= set(cpu_build.processor().split()):
+        pytest.skip("another processor")
     code = """
 import torch
 from molora_kernels import cpu_ops
 from molora_kernels.testing import assert_close, case_plan, make_bank, oracle, random_case
 
-library = cpu_ops.load(None, ("-march=x86-64",), "molora_portable")
+library = cpu_ops.load(None, ("-march=TARGET",), "molora_other")
 for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)):
     for tokens, inputs, outputs in ((1, 577, 65), (6, 33, 17), (40, 64, 300)):
         sizes = dict(tokens=tokens, inputs=inputs, outputs=outputs)
@@ -283,4 +295,4 @@ y = library.gemv(one, half[:, None], None, None)[0]
 assert torch.equal(y.isnan(), half.isnan()) and torch.equal(y[~half.isnan()], half[~half.isnan()])
 print("right")
 """
-    assert run_python(code, MOLORA_CACHE=str(tmp_path)).strip() == "right"
+    assert run_python(code.replace("TARGET", target), MOLORA_CACHE=str(tmp_path)).strip() == "right"
