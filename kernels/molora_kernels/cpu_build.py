@@ -185,8 +185,8 @@ def compile_command(compiler: list[str], source: str, flags: tuple[str, ...], li
     """The compiler's command for one source, without its output."""
     include = Path(torch.__file__).parent / "include"
     abi = int(torch.compiled_with_cxx11_abi())
-    # the wrappers only pass on: optimising them costs seconds of compilation and wins nothing
-    level = "-O1" if source == "ops.cpp" else "-O3"
+    # the wrappers only pass on: more than this costs compilation and wins nothing
+    level = "-O2" if source == "ops.cpp" else "-O3"
     openmp = () if _openmp_library() is None else _openmp_flags()
     return [
         *compiler,
