@@ -29,6 +29,7 @@ LOOK_EVERY = 16  # tokens between two looks for a package that is being made
 # widths the two round in other places
 TOLERANCE = {torch.float32: 1e-3}
 HALF_TOLERANCE = 0.1
+DOUBTS = 3  # tokens that may differ one after another where a router reads hidden states
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Runtime:
         self._path: Path | None = None
         self.said: list[str] = []
         self._countdown = 0
-        self._checked = False
+        self._checked, self._doubts = False, 0
         self._taps: tuple[int, ...] = ()
         self.builds = 0
         self.prepare()
@@ -102,7 +103,7 @@ class Runtime:
         if self._step is not None and path == self._path:
             self._bind(self._step)
             return
-        self._step, self._path, self._checked = None, path, False
+        self._step, self._path, self._checked, self._doubts = None, path, False, 0
         self._taps = shape.taps
         if path.is_file() and self._open():
             return
@@ -155,7 +156,7 @@ class Runtime:
         return True
 
     def _bind(self, step: LoadedStep) -> None:
-        self._checked = False
+        self._checked, self._doubts = False, 0
         try:
             step.bind(self._model.base, self._slots)
         except PackageError as error:
@@ -184,8 +185,8 @@ class Runtime:
         """One more token of the text in `cache`; None, and nothing has happened, where it takes a forward.
 
         given: its route, (1, 1, [G,] k), where no router decides. eager: that forward, which gives the logits
-        (V,) and the trace: the first token is computed both ways, and a step that fails or says something
-        else is used no more.
+        (V,) and the trace: the first token is computed both ways, up to DOUBTS where a router reads
+        hidden states, and a step that fails or says something else is used no more.
         """
         if self._step is not None and self._step.is_stale():
             self.prepare()  # the base was moved, or got other weights
@@ -204,11 +205,13 @@ class Runtime:
             return None
         if self._checked:
             return Stepped(logits, decided.finish())
-        self._checked = True
         cache.take_back()
         wanted, trace = eager()
         far = float((logits - wanted).square().mean().sqrt() / wanted.std().clamp_min(1e-9))
-        if not far <= TOLERANCE.get(self._model.base.dtype, HALF_TOLERANCE):  # so that NaN is refused too
+        self._checked = far <= TOLERANCE.get(self._model.base.dtype, HALF_TOLERANCE)  # False of NaN
+        # rounding may turn a close decision about hidden states: one more token tells
+        self._doubts += not self._checked
+        if self._doubts >= (DOUBTS if decided.taps else 1):
             self._refuse(f"its first logits were off by {far:.2g} of their spread")
         return Stepped(wanted, trace)
 
