@@ -74,6 +74,7 @@ def test_a_build_that_fails_leaves_its_reason(tmp_path: Path) -> None:
         "scaled": [],
         "biased": [],
         "taps": [],
+        "int8": [],
     }
     path = tmp_path / "step-0.pt2"
     with pytest.raises(PackageError, match="NoSuchModel is no model of transformers"):
