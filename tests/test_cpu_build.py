@@ -238,7 +238,7 @@ def test_the_avx512_bf16_path_is_sound_cpp() -> None:
     if cpu_build.platform.machine() != "x86_64" or not any(map(cpu_build.shutil.which, cpu_build.COMPILERS)):
         pytest.skip("another processor family, or no compiler")
     flags = ("-march=sapphirerapids", "-fsyntax-only")
-    for source in ("kernels.cpp", "delta.cpp"):
+    for source in ("kernels.cpp", "delta.cpp", "attend.cpp"):
         command = cpu_build.compile_command(cpu_build.find_compiler(), source, flags, "molora_cpu")
         subprocess.run(command, check=True)
 
@@ -277,18 +277,32 @@ def test_every_path_that_this_processor_has_is_right(
         pytest.skip("another processor")
     code = """
 import torch
-from molora_kernels import cpu_ops
+from molora_kernels import cpu_ops, quantise_rows
 from molora_kernels.testing import assert_close, case_plan, make_bank, oracle, random_case
 
 library = cpu_ops.load(None, ("-march=TARGET",), "molora_other")
 for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)):
     for tokens, inputs, outputs in ((1, 577, 65), (6, 33, 17), (40, 64, 300)):
         sizes = dict(tokens=tokens, inputs=inputs, outputs=outputs)
-        case = random_case(1, **sizes, ranks=[3, 16, 0], top=2, dtype=dtype)
-        bank, layout = make_bank(case.factors, outputs)
-        args = cpu_ops.adapters(bank, case_plan(case, layout))
-        y = library.linear(case.x, case.weight, None, None, *args)
-        assert_close(y, oracle(case), max_error=10 * limit, rms_error=limit)
+        for top in (1, 2):
+            case = random_case(1, **sizes, ranks=[3, 16, 0], top=top, dtype=dtype)
+            bank, layout = make_bank(case.factors, outputs)
+            args = cpu_ops.adapters(bank, case_plan(case, layout))
+            y = library.linear(case.x, case.weight, None, None, *args)
+            assert_close(y, oracle(case), max_error=10 * limit, rms_error=limit)
+        q, scale, _ = quantise_rows(case.weight)
+        exact = case.x.double() @ (q.double() * scale.double()[:, None]).T
+        coarse = max(limit, 1e-4)  # inputs become 16-bit integers
+        assert_close(library.gemv(case.x, q, None, scale), exact, max_error=10 * coarse, rms_error=coarse)
+    for heads, shared, width, length in ((6, 3, 40, 130), (4, 1, 64, 64), (5, 5, 24, 1)):
+        one = lambda n: torch.randn(1, n, 1, width).to(dtype)
+        many = lambda: torch.randn(1, heads // shared, length + 3, width).to(dtype)
+        query, key, value = one(heads), one(heads // shared), one(heads // shared)
+        keys, values = many(), many()
+        got = library.attend(query, key, value, keys, values, torch.tensor([length - 1]), 0.3)
+        K, V = (t[:, :, :length].double().repeat_interleave(shared, 1) for t in (keys, values))
+        weights = (0.3 * query.double() @ K.transpose(2, 3)).softmax(-1)
+        assert_close(got[:, 0], (weights @ V)[:, :, 0], max_error=20 * limit, rms_error=2 * limit)
 half = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
 one = torch.ones(1, 1, dtype=torch.float16)
 y = library.gemv(one, half[:, None], None, None)[0]

@@ -21,7 +21,7 @@ from molora_cli.core.routed.model import RoutedModel, load
 from molora_cli.core.runtime import package
 from molora_cli.core.runtime.cache import RoomCache, new_cache
 from molora_cli.core.runtime.package import PackageError
-from molora_cli.core.runtime.runtime import LOOK_EVERY, Runtime, shape_of
+from molora_cli.core.runtime.runtime import DOUBTS, LOOK_EVERY, Runtime, shape_of
 from molora_cli.core.runtime.step import TABLES, TOP, Shape, export_step
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -248,31 +248,46 @@ def test_dora_biases_and_the_head(tiny_llama: Path, shop: Workshop) -> None:
         same(*_both(model, PROMPT, route=route))
 
 
-@pytest.mark.parametrize("wrong", [0, 2, 3])
-def test_a_router_that_reads_hidden_states_is_called_by_the_graph(
-    wrong: int, tiny_llama: Path, shop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, tokenizer = shallow(tiny_llama, 4), AutoTokenizer.from_pretrained(tiny_llama)
+def _deep(folder: Path) -> tuple[Material, RoutedModel]:
+    """A model whose router reads hidden states."""
+    base, tokenizer = shallow(folder, 4), AutoTokenizer.from_pretrained(folder)
     material = Material(base, random_factors(base, 3, 4), "tiny", tokenizer=tokenizer)
     model = material.routed("cpu")
-    router = model.router = material.deep_router(model)
+    model.router = material.deep_router(model)
+    return material, model
+
+
+@pytest.mark.parametrize("wrong", [2, 3])
+def test_a_close_decision_may_fall_otherwise_at_first(
+    wrong: int, tiny_llama: Path, shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = _deep(tiny_llama)
+    runtime = shop.runtime(model)
+    shop.finish()
+    runtime.prepare()
+    (program,) = shop.ready.values()
+    run, left = program.run, iter(range(wrong))
+    monkeypatch.setattr(
+        program, "run", lambda inputs: run(inputs) + torch.arange(320.0) * (next(left, None) is not None)
+    )
+    same(*_both(model, PROMPT))
+    assert runtime.ready == (wrong < DOUBTS)
+
+
+def test_a_router_that_reads_hidden_states_is_called_by_the_graph(tiny_llama: Path, shop: Workshop) -> None:
+    material, model = _deep(tiny_llama)
+    router = model.router
+    assert router is not None
     shape = shape_of(model)
     assert len(shape.taps) == router.groups > 1
     runtime = shop.runtime(model)
     shop.finish()
     runtime.prepare()
     router.k = 2
-    (program,) = shop.ready.values()
-    if wrong:  # a close decision may fall otherwise at first: three tokens in a row are no chance
-        run, first = program.run, iter(range(wrong))
-        told = lambda inputs: run(inputs) + (0.0 if next(first, None) is None else torch.arange(320.0))  # noqa: E731
-        monkeypatch.setattr(program, "run", told)
-        same(*_both(model, PROMPT))
-        assert runtime.ready == (wrong == 2)
-        return
     got, wanted = _both(model, PROMPT)
     same(got, wanted)
     assert len({event.route.indices for event in got}) > 3 and len(got[0].route.indices) == router.groups
+    (program,) = shop.ready.values()
     before = program.runs
     for route in ("off", "a1"):  # the graph's taps have nothing to say then
         same(*_both(model, PROMPT, route=route))

@@ -57,16 +57,16 @@ void attend(const T* q, int64_t heads, int64_t shared, const Kept<T>& K, const K
     std::vector<float> scores(shared * PIECE);
     std::vector<const typename Math::Token*> query_at(shared);
     std::vector<float*> score_at(shared), sums_at(shared);
+    for (int64_t s = 0; s < shared; s++) score_at[s] = scores.data() + s * PIECE;
     if (id == 0) made = count;
-    for (int64_t k = 0; k < kept; k++)
+    for (int64_t k = 0; k < kept; k++) {
+      for (int64_t s = 0; s < shared; s++) {
+        query_at[s] = queries.data() + (k * shared + s) * wide;
+        sums_at[s] = sums.data() + (id * heads + k * shared + s) * V.width;
+      }
       for (int64_t p = from; p < to; p += PIECE) {
         int64_t n = std::min(PIECE, to - p);
         ask(V, k, p, n);
-        for (int64_t s = 0; s < shared; s++) {
-          query_at[s] = queries.data() + (k * shared + s) * wide;
-          score_at[s] = scores.data() + s * PIECE;
-          sums_at[s] = sums.data() + (id * heads + k * shared + s) * V.width;
-        }
         shrink<Math>(K.data + k * K.head + p * K.row, K.row, n, query_at.data(), shared, K.width, score_at.data());
         if (p + n < to) ask(K, k, p + n, std::min(PIECE, to - p - n));
         else if (k + 1 < kept) ask(K, k + 1, from, std::min(PIECE, to - from));
@@ -95,6 +95,7 @@ void attend(const T* q, int64_t heads, int64_t shared, const Kept<T>& K, const K
         }
         expand_many<Format>(V.data + k * V.head + p * V.row, V.row, n, score_at.data(), shared, V.width, sums_at.data());
       }
+    }
   });
 
   for (int64_t h = 0; h < heads; h++) {

@@ -84,7 +84,7 @@ void add_delta(const Adapters<T>& ad, const T* base_bias, const T* x, int64_t ld
   in_parallel(std::min(max_threads, groups), [&](int id, int count) {
     Runs<T> runs(ad, group);
     std::vector<Token> tokens(group * wide);
-    std::vector<float> z(choices * ad.widest), rows(straight ? 0 : group * BLOCK);
+    std::vector<float> z(choices * ad.widest), rows(special || straight ? 0 : group * BLOCK);
     // by place in runs.order: a choice's token, its part of z, its outputs
     std::vector<const Token*> x_at(choices);
     std::vector<float*> z_at(choices), row_at(choices);
@@ -99,7 +99,7 @@ void add_delta(const Adapters<T>& ad, const T* base_bias, const T* x, int64_t ld
         int64_t t = runs.token(runs.order[i]);
         x_at[i] = tokens.data() + t * wide;
         z_at[i] = z.data() + (runs.order[i] - runs.first) * ad.widest;
-        row_at[i] = rows.data() + t * BLOCK;
+        if (!rows.empty()) row_at[i] = rows.data() + t * BLOCK;
         y_at[i] = y + (t0 + t) * out;
       }
       runs.each([&](int64_t i, int64_t n, int64_t choice) {

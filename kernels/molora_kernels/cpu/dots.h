@@ -79,9 +79,19 @@ struct MathOf<c10::BFloat16> {
 };
 #endif
 
+// Rows that are read side by side, and whether the hardware runs ahead in them by itself: Zen 5 reads eight so at the
+// memory's limit, and slower when it is asked; Zen 3 wants to be asked. Of others this is a guess.
+#if defined(__AVX512F__)
+constexpr int TOGETHER = 8;
+constexpr bool RUNS_AHEAD = true;
+#else
+constexpr int TOGETHER = 4;
+constexpr bool RUNS_AHEAD = false;
+#endif
+
 // What is read next, asked for while the present rows are read: a row is too short for the hardware to run ahead.
 // Rows that follow one another are asked for in the order of the addresses, which Zen 3 read faster than row beside
-// row; of rows that lie `apart` (in bytes) four go side by side.
+// row; of rows that lie `apart` (in bytes) TOGETHER go side by side, as they are read.
 struct Ahead {
   const char* from = nullptr;  // null: nothing is known
   int64_t apart = 0;
@@ -99,7 +109,7 @@ struct Ahead {
       return;
     }
     for (int64_t line = at / 64; line * 64 < at + BYTES; line++)
-      __builtin_prefetch(from + (apart ? line % 4 * apart + line / 4 * 64 : line * 64));
+      __builtin_prefetch(from + (apart ? line % TOGETHER * apart + line / TOGETHER * 64 : line * 64));
   }
 
   // What lies so many bytes behind, where rows follow one another.
@@ -110,43 +120,31 @@ struct Ahead {
   }
 };
 
-// Rows that are read side by side, and whether the hardware runs ahead in them by itself: Zen 5 reads eight so at the
-// memory's limit, and slower when it is asked; Zen 3 wants to be asked. Of others this is a guess.
-#if defined(__AVX512F__)
-constexpr int TOGETHER = 8;
-constexpr bool RUNS_AHEAD = true;
-#else
-constexpr int TOGETHER = 4;
-constexpr bool RUNS_AHEAD = false;
-#endif
-
-// out[t * ldo + r] = W[r] . x[t] for ROWS rows and TOKENS tokens. ld, ldx: strides in elements; x is laid out.
-// Never inlined: among a caller's variables gcc keeps its pointers in memory, and rows are read a fifth slower.
-template <class Math, int ROWS, int TOKENS, bool ASKS>
-[[gnu::noinline]] void tile_of(const typename Math::Weight* W, int64_t ld, const typename Math::Token* x, int64_t ldx, int64_t n,
-                    float* out, int64_t ldo, Ahead next) {
+// Rows of W times tokens: x(t) is where a token lies, out(t) where its ROWS results go, ask(h) runs before a step.
+template <class Math, int ROWS, int TOKENS, class X, class Out, class Ask>
+[[gnu::always_inline]] inline void products(const typename Math::Weight* W, int64_t ld, int64_t n, X x, Out out, Ask ask) {
   typename Math::Sum sums[ROWS][TOKENS];
   int64_t h = 0;
   // unrolled by order: sums that are not would stand in memory, and each addition wait for its way there and back
   for (; h + STEP <= n; h += STEP) {
-    if constexpr (ASKS) next.ask<ROWS * STEP * sizeof(*W)>(ROWS * h * sizeof(*W));
+    ask(h);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
       auto w = Math::read(W + r * ld + h);
-#pragma GCC unroll 2
-      for (int t = 0; t < TOKENS; t++) Math::add(sums[r][t], w, x + t * ldx + h);
+#pragma GCC unroll 4
+      for (int t = 0; t < TOKENS; t++) Math::add(sums[r][t], w, x(t) + h);
     }
   }
   if (h < n)
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
       auto w = Math::read(W + r * ld + h, n - h);
-#pragma GCC unroll 2
-      for (int t = 0; t < TOKENS; t++) Math::add(sums[r][t], w, x + t * ldx + h);
+#pragma GCC unroll 4
+      for (int t = 0; t < TOKENS; t++) Math::add(sums[r][t], w, x(t) + h);
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int t = 0; t < TOKENS; t++) {
-    float* to = out + t * ldo;
+    float* to = out(t);
     if constexpr (ROWS % 4 == 0) {
 #pragma GCC unroll 2
       for (int r = 0; r < ROWS; r += 4)
@@ -156,6 +154,18 @@ template <class Math, int ROWS, int TOKENS, bool ASKS>
       for (int r = 0; r < ROWS; r++) to[r] = Math::total(sums[r][t]);
     }
   }
+}
+
+// out[t * ldo + r] = W[r] . x[t] for ROWS rows and TOKENS tokens. ld, ldx: strides in elements; x is laid out.
+// Never inlined: among a caller's variables gcc keeps its pointers in memory, and rows are read more slowly.
+template <class Math, int ROWS, int TOKENS, bool ASKS>
+[[gnu::noinline]] void tile_of(const typename Math::Weight* W, int64_t ld, const typename Math::Token* x, int64_t ldx,
+                               int64_t n, float* out, int64_t ldo, Ahead next) {
+  products<Math, ROWS, TOKENS>(
+      W, ld, n, [=](int t) { return x + t * ldx; }, [=](int t) { return out + t * ldo; },
+      [=](int64_t h) __attribute__((always_inline)) {
+        if constexpr (ASKS) next.ask<ROWS * STEP * sizeof(*W)>(ROWS * h * sizeof(*W));
+      });
 }
 
 template <class Math, int ROWS, int TOKENS>

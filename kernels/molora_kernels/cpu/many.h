@@ -6,7 +6,6 @@
 namespace molora {
 
 // A tile of A's rows and tokens: as many sums as the registers hold.
-template <class Math>
 constexpr int SHRINK_ROWS = VECTOR_BYTES == 64 ? 4 : 2;
 template <class Math>
 constexpr int SHRINK_TOKENS = VECTOR_BYTES == 64 && sizeof(typename Math::Sum) == VECTOR_BYTES ? 4 : 2;
@@ -14,51 +13,21 @@ constexpr int SHRINK_TOKENS = VECTOR_BYTES == 64 && sizeof(typename Math::Sum) =
 constexpr int EXPAND_TOKENS = VECTOR_BYTES == 64 ? 4 : 2;
 constexpr int EXPAND_VECTORS = 4;
 
-// out[t][r] = W[r] . x[t] for ROWS rows and TOKENS tokens, wherever they lie. The order of additions is that of `dots`.
+// z[t][r] = A[r] . x[t] for ROWS rows and TOKENS tokens, wherever they lie.
 template <class Math, int ROWS, int TOKENS>
-inline void gathered(const typename Math::Weight* W, int64_t ld, const typename Math::Token* const* x, int64_t n,
-                     float* const* out) {
-  typename Math::Sum sums[ROWS][TOKENS];
-  int64_t h = 0;
-  for (; h + STEP <= n; h += STEP)
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) {
-      auto w = Math::read(W + r * ld + h);
-#pragma GCC unroll 4
-      for (int t = 0; t < TOKENS; t++) Math::add(sums[r][t], w, x[t] + h);
-    }
-  if (h < n)
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) {
-      auto w = Math::read(W + r * ld + h, n - h);
-#pragma GCC unroll 4
-      for (int t = 0; t < TOKENS; t++) Math::add(sums[r][t], w, x[t] + h);
-    }
-#pragma GCC unroll 4
-  for (int t = 0; t < TOKENS; t++) {
-    if constexpr (ROWS == 4) {
-      Math::totals(sums[0][t], sums[1][t], sums[2][t], sums[3][t], out[t]);
-    } else {
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++) out[t][r] = Math::total(sums[r][t]);
-    }
-  }
+[[gnu::noinline]] void gathered(const typename Math::Weight* A, int64_t lda, const typename Math::Token* const* x,
+                                int64_t n, float* const* z, int64_t first) {
+  products<Math, ROWS, TOKENS>(
+      A, lda, n, [=](int t) { return x[t]; }, [=](int t) { return z[t] + first; }, [](int64_t) {});
 }
 
 template <class Math, int TOKENS>
 inline void shrink_some(const typename Math::Weight* A, int64_t lda, int64_t rank, const typename Math::Token* const* x,
                         int64_t n, float* const* z) {
-  constexpr int ROWS = SHRINK_ROWS<Math>;
-  float* to[TOKENS];
   int64_t r = 0;
-  for (; r + ROWS <= rank; r += ROWS) {
-    for (int t = 0; t < TOKENS; t++) to[t] = z[t] + r;
-    gathered<Math, ROWS, TOKENS>(A + r * lda, lda, x, n, to);
-  }
-  for (; r < rank; r++) {
-    for (int t = 0; t < TOKENS; t++) to[t] = z[t] + r;
-    gathered<Math, 1, TOKENS>(A + r * lda, lda, x, n, to);
-  }
+  for (; r + SHRINK_ROWS <= rank; r += SHRINK_ROWS)
+    gathered<Math, SHRINK_ROWS, TOKENS>(A + r * lda, lda, x, n, z, r);
+  for (; r < rank; r++) gathered<Math, 1, TOKENS>(A + r * lda, lda, x, n, z, r);
 }
 
 // z[t][r] = A[r] . x[t] for `count` tokens of one slot.

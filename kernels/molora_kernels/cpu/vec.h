@@ -156,7 +156,7 @@ struct FormatOf<c10::Half> {
   using Format = Fp16;
 };
 
-// LANES floats to T, rounded to nearest, ties to even; NaN stays NaN.
+// LANES floats to T, rounded to nearest, ties to even; NaN stays NaN. AVX512-BF16 makes zeros of subnormal numbers.
 inline void put(float* to, Floats v) { store(to, v); }
 inline void put(c10::BFloat16* to, Floats v) {
 #if defined(__AVX512BF16__)
